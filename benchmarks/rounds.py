@@ -46,7 +46,7 @@ from report import at_least, at_most, parse, report
 from shoal import trace
 from shoal.core.messages import Do, Gather, Round, Send
 from shoal.launcher import process, rundir
-from shoal.launcher.injection_points import TraceTail
+from shoal.launcher.chaos.injection_points import TraceTail
 
 RUN = Path("runs/rounds")
 DELAY_MS = 50

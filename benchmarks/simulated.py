@@ -70,7 +70,7 @@ def simulated(played: Case) -> float:
     outcome = swarm.run()
     if outcome.violations or outcome.committed < played.settings.steps:
         raise SystemExit(f"seed {played.seed}: {outcome.committed} steps, {outcome.violations[:3]}")
-    times = swarm.watch.commit_times
+    times = swarm.watch.commits.times_s
     return (times[-1] - times[0]) / (len(times) - 1)
 
 

@@ -26,12 +26,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RETIRED = Path(__file__).with_name("retired_words.txt")  # one word or phrase a line; what follows "#" is a comment
+# Limits, and what is over them on purpose; tests/project/test_structure.py holds the project to them.
 LONG_FILE = 500  # lines
-FULL_FOLDER = 12  # modules
+KEPT_LONG = {"src/shoal/core/messages.py"}  # the catalogue of messages, events, commands and tasks
+FULL_FOLDER = 14  # modules
+KEPT_FULL = {"src/shoal/cli"}  # one command per file
 COMPLEX = 15  # cyclomatic complexity
-KEPT_COMPLEX = {
-    "planner.search.swaps.advance"
-}  # on purpose: split, an annealing takes 0.47 s instead of 0.29 (its docstring)
+KEPT_COMPLEX = {"planner.search.swaps.advance"}  # split, an annealing takes 0.47 s instead of 0.29 (its docstring)
 MANY_ATTRIBUTES = 15
 TOP = 5
 # mypy options that `strict = true` turns on and an override could turn off
@@ -176,9 +177,9 @@ class Package:
         return list(dict.fromkeys(found))
 
 
-def measure(root: Path, retired: list[str]) -> dict[str, Row]:
+def measure(package: Package, retired: list[str]) -> dict[str, Row]:
     """The table, in the order in which it is printed."""
-    package = Package(root)
+    root = package.root
     src = {str(path.relative_to(root)): len(text.splitlines()) for path, text in package.sources.items()}
     tests = {
         str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines())
@@ -496,7 +497,7 @@ def main() -> None:
     retired = [word for line in lines if (word := line.partition("#")[0].strip())]
     try:
         before = at_commit(choice.root, choice.against) if choice.against else None
-        after = measure(choice.root.resolve(), retired)
+        after = measure(Package(choice.root.resolve()), retired)
     except (ValueError, SyntaxError) as error:
         sys.exit(f"structure: {error}")
     if choice.json:

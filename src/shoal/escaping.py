@@ -2,7 +2,8 @@
 
 A reason, a title, a file's name or a device's name that another peer sent may hold control characters, and a terminal obeys them:
 it moves the cursor, renames its window, writes over what stood there. They are shown as escapes instead (`\\x1b`, `\\u202e`).
-Used where such text enters (runtime/records/record.py, launcher/watch.py) and again where it is shown, so that no file is trusted either.
+Used where such text enters (runtime/records/record.py, launcher/watching/watch.py) and again where it is shown, so that no file is
+trusted either.
 """
 
 from __future__ import annotations

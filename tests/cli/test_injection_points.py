@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal import trace
 from shoal.core.messages import Apply, Cut, Do, Note, Tick
-from shoal.launcher.injection_points import INJECTION_POINTS, TraceTail
+from shoal.launcher.chaos.injection_points import INJECTION_POINTS, TraceTail
 
 
 def a_line(*commands: Do | Note) -> bytes:

@@ -11,9 +11,9 @@ import pytest
 from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.config import Config
+from shoal.launcher.chaos.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.launcher.process import Process
 from shoal.launcher.rundir import LocalPeer, MemberSeat, PeersFile
-from shoal.launcher.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.sim.faults.preemption import read as read_trace
 

@@ -8,8 +8,8 @@ import pytest
 from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.dashboard.terminal import headline
-from shoal.launcher.members import Members
-from shoal.launcher.watch import Resumed, RunMonitor
+from shoal.launcher.watching.members import Members
+from shoal.launcher.watching.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, Listening, Located, Notice, PeerProgress, decode, encode
 from shoal.traffic import StoredBytes, Traffic
 

@@ -214,7 +214,7 @@ def test_the_machines_are_told_what_the_tree_says() -> None:
         10,
         6,
     )
-    assert (settings.save_every, settings.save_last, settings.hold_s) == (5, False, 9.0)
+    assert (settings.save_every, settings.save_last, settings.ready_timeout_s) == (5, False, 9.0)
 
 
 @pytest.mark.parametrize("key", [key for key in keys().values() if key.choices], ids=lambda key: key.path)

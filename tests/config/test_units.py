@@ -40,7 +40,7 @@ def test_a_unit_that_does_not_fit_is_refused_with_an_example(text: str, ending: 
 
 
 def test_the_ending_of_a_name_says_its_unit() -> None:
-    assert [units.suffix(name) for name in ("beat_s", "bandwidth_Bps", "blob_bytes", "steps")] == [
+    assert [units.suffix(name) for name in ("heartbeat_s", "bandwidth_Bps", "blob_bytes", "steps")] == [
         "_s",
         "_Bps",
         "_bytes",

@@ -109,11 +109,11 @@ def test_a_single_members_claim_neither_ends_nor_takes_over_a_run(claim: Message
 def test_claims_of_a_higher_term_raise_it_in_small_steps() -> None:
     register = Register("b", SETTINGS, random.Random(1))
     register.on_message("a", Propose(ENTRY, 1, PROOF), 0.0)
-    silence_s = SETTINGS.silence_s
+    heartbeat_timeout_s = SETTINGS.heartbeat_timeout_s
     for _ in range(1000):
-        register.on_message("c", VoteRequest(2**31, 9, 9), silence_s)
+        register.on_message("c", VoteRequest(2**31, 9, 9), heartbeat_timeout_s)
     assert register.term == 1 + TERMS
-    register.on_message("c", VoteRequest(2**31, 9, 9), silence_s + SETTINGS.beat_s)
+    register.on_message("c", VoteRequest(2**31, 9, 9), heartbeat_timeout_s + SETTINGS.heartbeat_s)
     assert register.term == 1 + 2 * TERMS
 
 
@@ -122,7 +122,7 @@ def test_one_voters_claims_never_make_a_leader_stand_down_and_twos_ever_more_rar
         register, stood_down = a_leader(), []
         now = 0.0
         while now < 60.0:
-            now += SETTINGS.beat_s
+            now += SETTINGS.heartbeat_s
             register.replication.heard = dict.fromkeys(NAMES, now)
             for name in claimers:
                 register.on_message(name, Accept(register.term + 1, 0), now)
@@ -169,7 +169,7 @@ def test_what_was_agreed_long_ago_needs_a_majority_of_those_that_i_knew_unless_i
     register = a_follower().register
     register.on_message("x", message, 0.1)
     assert register.agreed == FIRST
-    register.on_message("x", message, 0.2 + 2 * SETTINGS.silence_s)
+    register.on_message("x", message, 0.2 + 2 * SETTINGS.heartbeat_timeout_s)
     assert register.agreed == view
 
 

@@ -43,7 +43,7 @@ from shoal.core.server.server import Server
 from shoal.core.transfer.copies import PATIENCE_BEATS, READS_AT_ONCE
 from shoal.core.transfer.transfer import StateTransfer
 
-SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
+SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
 MANIFEST = Manifest(hashes=("h0", "h1", "h2"), sizes=(100, 100, 50))
 MEMBERS = (Member("a", 0), Member("b", 1), Member("me", 1))
 GATHERING = View(number=1, step=5, members=MEMBERS, phase=Phase.GATHERING)

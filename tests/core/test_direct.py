@@ -140,7 +140,7 @@ def test_what_is_on_its_way_is_waited_for_once_more() -> None:
         play.hear(OTHER, TensorPending(0, 0, 0, 1, False))
     pulled_at = play.now
     play.tick(play.server.deadline or 0.0)
-    assert play.now - pulled_at == SETTINGS.hop_floor_s, "once, however often it is said"
+    assert play.now - pulled_at == SETTINGS.min_request_timeout_s, "once, however often it is said"
     assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 2)]
 
 
@@ -233,7 +233,7 @@ def test_a_request_without_a_holder_is_refused() -> None:
 
 
 def test_over_the_limit_what_is_booked_goes_first_and_what_cannot_be_made_again_stays() -> None:
-    play = a_server(keep_bytes=16)
+    play = a_server(activation_store_bytes=16)
     forwarded(play, 0)
     task = booked(play, 0)
     forwarded(play, 2)  # its input comes to 16 bytes beside the gradient made: x, output and gradient of 0, and this
@@ -244,7 +244,7 @@ def test_over_the_limit_what_is_booked_goes_first_and_what_cannot_be_made_again_
 
 
 def test_when_all_memory_is_needed_a_forward_is_put_off_and_not_for_ever() -> None:
-    play = a_server(keep_bytes=8)
+    play = a_server(activation_store_bytes=8)
     play.now = 100.0
     forwarded(play, 0)
     booked(play, 0)

@@ -33,7 +33,7 @@ from shoal.core.messages import (
 )
 
 LONG = Settings(stages=2, microbatches=4, steps=99, peers=3, ban_s=10.0)
-BEAT_S = LONG.beat_s
+BEAT_S = LONG.heartbeat_s
 QUIET_S = QUIET_BEATS * BEAT_S
 
 
@@ -496,7 +496,7 @@ def test_a_round_that_fails_again_is_tried_ever_later_but_not_for_ever_later() -
 
 
 def test_a_member_that_beats_and_does_not_get_ready_is_evicted() -> None:
-    leader = a_run("bcd", hold_s=2.0)
+    leader = a_run("bcd", ready_timeout_s=2.0)
     whole_books(leader)
     for _ in range(2 * round(LEAST_BEATS)):
         leader.heartbeat("c", ready=False)
@@ -506,7 +506,7 @@ def test_a_member_that_beats_and_does_not_get_ready_is_evicted() -> None:
 
 
 def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes() -> None:
-    leader = a_run("bcd", hold_s=2.0)
+    leader = a_run("bcd", ready_timeout_s=2.0)
     commit(leader)
     for peer in "jk":
         leader.join(peer)
@@ -518,7 +518,7 @@ def test_a_joiner_that_is_still_downloading_stays_and_one_that_stands_still_goes
 
 
 def test_a_leader_that_was_stopped_evicts_nobody_for_that_time() -> None:
-    leader = a_run("bcd", hold_s=2.0)
+    leader = a_run("bcd", ready_timeout_s=2.0)
     leader.heartbeat("c", ready=False)
     leader.now += 200.0
     leader.machine.forgive(200.0, leader.now)

@@ -120,7 +120,7 @@ class LeaderRig:
 
     def join(self, peer: str) -> None:
         """Newcomers are taken in together, once a beat."""
-        self.now += self.settings.beat_s
+        self.now += self.settings.heartbeat_s
         self.hear(peer, Join())
 
     def fill_books(self) -> None:
@@ -275,7 +275,7 @@ def test_a_member_that_booked_what_another_had_booked_goes() -> None:
     leader.heartbeat("b", (0, 1, 2, 3))
     leader.heartbeat("a", (0, 2, 3))
     leader.heartbeat("c", (1, 3))
-    leader.wait((OWNER_BEATS + 2) * SETTINGS.beat_s, alive=("b", "c"))
+    leader.wait((OWNER_BEATS + 2) * SETTINGS.heartbeat_s, alive=("b", "c"))
     assert "c" not in [m.peer for m in leader.view.members], "its owner does not say which of them has it"
     assert not leader.rounds()
 
@@ -573,7 +573,7 @@ def test_a_checkpoint_that_is_asked_for_is_of_the_step_that_is_trained_and_of_it
 
 def without_stage_1(**changes: object) -> LeaderRig:
     """a and c serve stage 0; b, the only one of stage 1, has booked half of step 1 and is gone."""
-    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9, lost_wait_s=10.0, **changes))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, steps=9, lost_stage_wait_s=10.0, **changes))
     leader.start()
     leader.fill_books()
     leader.reduce()
@@ -613,7 +613,7 @@ def test_another_version_than_the_runs_is_of_no_use() -> None:
 
 
 def test_a_run_that_is_to_wait_waits() -> None:
-    leader = without_stage_1(lost="wait")
+    leader = without_stage_1(lost_stage="wait")
     leader.wait(60.0, alive=("c",))
     assert leader.view.epoch == 0 and leader.view.step == 1
     leader.hear("b", Join(holds=Holding(epoch=0, stage=1, step=1)))
@@ -621,13 +621,13 @@ def test_a_run_that_is_to_wait_waits() -> None:
 
 
 def test_a_stage_at_the_end_cannot_be_made_from_neighbours() -> None:
-    leader = without_stage_1(lost="neighbours")
+    leader = without_stage_1(lost_stage="neighbours")
     leader.wait(11.0, alive=("c",))
     assert leader.view.epoch == 1 and not leader.view.rebuilt and "no two neighbours" in leader.reasons
 
 
 def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone() -> None:
-    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=4, lost="neighbours"))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=4, lost_stage="neighbours"))
     for peer in ("b", "c", "d"):
         leader.join(peer)
     for peer in "abcd":
@@ -645,7 +645,7 @@ def test_a_stage_in_the_middle_is_made_from_its_neighbours_and_nothing_is_undone
 
 
 def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() -> None:
-    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=5, lost="neighbours"))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=5, lost_stage="neighbours"))
     for peer in ("b", "c", "d", "e"):
         leader.join(peer)
     for peer in "abcde":
@@ -660,7 +660,7 @@ def test_a_neighbour_that_dies_while_a_stage_is_made_from_it_sends_all_back() ->
 def test_nobody_is_moved_to_a_neighbour_whose_state_is_lost_while_a_stage_is_made_from_it() -> None:
     """Found by simulation (lost 281): a peer sat on that stage with nothing to hold, so that it did not count as lost any more."""
     leader = LeaderRig(
-        msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=8, lost="neighbours", lost_wait_s=3.0)
+        msgspec.structs.replace(SETTINGS, stages=3, steps=9, peers=8, lost_stage="neighbours", lost_stage_wait_s=3.0)
     )
     for peer in "bcdefgh":
         leader.join(peer)
@@ -832,7 +832,7 @@ def test_a_complaint_of_a_peer_about_its_own_blobs_is_not_a_request_for_state() 
 
 
 def test_after_going_back_nobody_waits_for_ever_for_the_slowest() -> None:
-    leader = LeaderRig(msgspec.structs.replace(SETTINGS, hold_s=3.0))
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, ready_timeout_s=3.0))
     leader.start()
     for peer in ("d", "e"):
         leader.join(peer)

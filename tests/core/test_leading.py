@@ -30,7 +30,7 @@ from shoal.core.messages import (
 from shoal.core.peer import PeerMachine
 
 SETTINGS = Settings(stages=1, microbatches=3, steps=9, peers=3)
-QUIET_S = STALLED * SETTINGS.beat_s
+QUIET_S = STALLED * SETTINGS.heartbeat_s
 
 
 class Play:
@@ -99,7 +99,7 @@ def test_it_is_said_again_from_time_to_time_and_not_with_every_beat() -> None:
     for name in "ab":
         notes = play.machines[name].stall_notes
         assert notes.noted_at is not None
-        after = notes.noted_at + SAY_AGAIN_BEATS * SETTINGS.beat_s
+        after = notes.noted_at + SAY_AGAIN_BEATS * SETTINGS.heartbeat_s
         assert notes.note("it hangs", after - 0.1) == []
         assert notes.note("it hangs", after) == [Note("stall", "it hangs")]
 
@@ -120,7 +120,7 @@ def test_a_leader_that_resigns_is_followed_by_another_and_stays_in_the_run() -> 
     play.machines["a"].leadership.facts.evidence.resigns = "cannot receive"
     play.wait(0.25)
     assert "leader: a leads no more: it cannot receive" in play.notes["a"] and not play.machines["a"].leading
-    play.wait(3 * SETTINGS.silence_s)
+    play.wait(3 * SETTINGS.heartbeat_timeout_s)
     (leader,) = play.leaders()
     assert leader in ("b", "c") and not any(machine.outside for machine in play.machines.values())
     assert play.notes["a"].count("leader: a leads no more: it cannot receive") == 1
@@ -132,7 +132,7 @@ def test_a_leader_that_is_elected_again_may_stay() -> None:
     play.wait(0.25)
     for name in "bc":
         play.machines[name].leadership.facts.evidence.resigns = "cannot receive either"
-    play.wait(4 * SETTINGS.silence_s)
+    play.wait(4 * SETTINGS.heartbeat_timeout_s)
     (leader,) = play.leaders()
     assert leader is not None and play.machines[leader].leadership.facts.evidence.resigns == ""
 

@@ -24,7 +24,7 @@ SETTINGS = Settings(stages=1, microbatches=4, steps=9)
 MEMBERS = tuple(Member(peer, 0) for peer in ("a", "b", "c"))
 VIEW = View(number=5, step=3, members=MEMBERS, joining=(Member("j", 0),), phase=Phase.TRAINING)
 USUAL = float("inf")  # no step has been timed
-HOLD_S, SILENCE_S, BEAT_S = SETTINGS.hold_s, SETTINGS.silence_s, SETTINGS.beat_s
+HOLD_S, SILENCE_S, BEAT_S = SETTINGS.ready_timeout_s, SETTINGS.heartbeat_timeout_s, SETTINGS.heartbeat_s
 
 
 class Watched:
@@ -102,7 +102,7 @@ def test_a_member_of_a_run_with_long_steps_may_take_several_of_them() -> None:
 
 
 def test_no_state_is_waited_for_less_than_so_many_beats() -> None:
-    settings = msgspec.structs.replace(SETTINGS, hold_s=1.0)
+    settings = msgspec.structs.replace(SETTINGS, ready_timeout_s=1.0)
     for peer in "bj":
         watched = Watched(settings=settings)
         watched.heartbeat(peer, ready=False)
@@ -150,7 +150,7 @@ def test_a_state_that_is_built_shows_nothing_until_it_stands(view: View) -> None
 
 
 def test_without_a_longest_wait_no_joiner_is_late() -> None:
-    watched = Watched(settings=msgspec.structs.replace(SETTINGS, hold_s=0.0))
+    watched = Watched(settings=msgspec.structs.replace(SETTINGS, ready_timeout_s=0.0))
     assert watched.wait(5000.0, "j", ready=False) == {}
 
 

@@ -45,7 +45,7 @@ class Net:
                 node = self.nodes[name]
                 if name not in self.dead and node.deadline is not None and self.now >= node.deadline:
                     self.send(name, node.tick(self.now))
-                heard = self.now - node.heard_leader_at < SETTINGS.silence_s
+                heard = self.now - node.heard_leader_at < SETTINGS.heartbeat_timeout_s
                 if name not in self.dead and node.leader not in (None, name) and heard:
                     number = node.agreed.number if node.agreed is not None else 0
                     self.wire.append((name, node.leader, (node.term, number)))  # the heartbeat that peer.py sends
@@ -125,7 +125,7 @@ def test_a_dead_leader_is_replaced_within_twice_the_silence() -> None:
     net = Net(5, 3)
     net.run(2.0)
     net.dead = {"p0"}
-    net.run(2 * SETTINGS.silence_s)
+    net.run(2 * SETTINGS.heartbeat_timeout_s)
     assert len(net.leaders()) == 1
 
 

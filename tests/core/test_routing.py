@@ -10,7 +10,7 @@ import pytest
 from shoal.core.messages import Member, Settings
 from shoal.core.trainer.routing import BACKWARD_SIZE, MOST_WAIT_S, Routes
 
-SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, hop_floor_s=2.0, silence_s=4.0)
+SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, min_request_timeout_s=2.0, heartbeat_timeout_s=4.0)
 
 
 def some_routes(*peers: str, settings: Settings = SETTINGS) -> Routes:

@@ -29,7 +29,7 @@ PLACES = {"a": "A", "b": "B", "c": "C", "d": "B"}
 
 class Rig:
     def __init__(self, copies: int = 2, places: dict[str, str] = PLACES, members: tuple[Member, ...] = MEMBERS) -> None:
-        self.saving = Saving(Settings(stages=2, microbatches=4, steps=9, beat_s=0.5, copies=copies))
+        self.saving = Saving(Settings(stages=2, microbatches=4, steps=9, heartbeat_s=0.5, copies=copies))
         self.places, self.now = dict(places), 0.0
         self.view = View(number=3, step=4, members=members, phase=Phase.TRAINING)
         self.saving.on_view(self.view)

@@ -27,7 +27,7 @@ def test_peers_that_come_within_a_beat_of_the_last_are_admitted_by_one_view() ->
             views.append(view)
             mind.on_view(view, now)
     assert [len(view.joining) for view in views[:1]] == [1]  # a lone newcomer does not wait
-    assert len(views) <= 2.0 / (0.9 * SETTINGS.beat_s) + 1
+    assert len(views) <= 2.0 / (0.9 * SETTINGS.heartbeat_s) + 1
     assert len(views[-1].joining) > 150
 
 

@@ -69,7 +69,7 @@ from shoal.core.server.server import Server
 ME, REPLICA, THIRD = "me", "replica", "third"
 OWNER, OTHER = "owner", "other"
 MEMBERS = (Member(OWNER, 0), Member(OTHER, 0), Member(ME, 1), Member(REPLICA, 1))
-SETTINGS = Settings(stages=2, microbatches=4, steps=9, queue_limit=2, beat_s=0.5, hop_floor_s=2.0)
+SETTINGS = Settings(stages=2, microbatches=4, steps=9, queue_limit=2, heartbeat_s=0.5, min_request_timeout_s=2.0)
 T = TypeVar("T")
 
 
@@ -1051,10 +1051,10 @@ def test_a_joiner_that_was_sent_other_sums_than_were_committed_downloads_again()
 def test_a_joiner_that_does_not_hear_a_commit_downloads_again() -> None:
     play = a_joiner()
     play.view(a_commit_of_others())
-    assert play.server.ready and play.server.deadline == SETTINGS.hold_s
-    play.tick(SETTINGS.hold_s - 0.1)
+    assert play.server.ready and play.server.deadline == SETTINGS.ready_timeout_s
+    play.tick(SETTINGS.ready_timeout_s - 0.1)
     assert play.server.ready
-    play.tick(SETTINGS.hold_s)
+    play.tick(SETTINGS.ready_timeout_s)
     assert not play.server.ready and play.server.stale == "", "its transfer asks for a state itself"
     assert play.server.since == 1
 

@@ -15,8 +15,8 @@ MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
 VIEW = View(
     number=5, step=3, members=MEMBERS, owners=(0, 1, 2, 3), phase=Phase.TRAINING, since=4
 )  # owned by a, b, c, d
-LONG_S = max(QUIET_BEATS * SETTINGS.beat_s, FLOORS * SETTINGS.hop_floor_s)
-ANSWER_S = ANSWER_BEATS * SETTINGS.beat_s
+LONG_S = max(QUIET_BEATS * SETTINGS.heartbeat_s, FLOORS * SETTINGS.min_request_timeout_s)
+ANSWER_S = ANSWER_BEATS * SETTINGS.heartbeat_s
 
 
 class Step:
@@ -93,9 +93,11 @@ def test_a_slow_step_that_gets_on_is_left_alone() -> None:
 
 
 def test_neither_beats_nor_hops_may_be_too_short_for_a_stall() -> None:
-    for beat_s, hop_floor_s, quiet_s in ((0.5, 10.0, FLOORS * 10.0), (3.0, 2.0, QUIET_BEATS * 3.0)):
+    for heartbeat_s, min_request_timeout_s, quiet_s in ((0.5, 10.0, FLOORS * 10.0), (3.0, 2.0, QUIET_BEATS * 3.0)):
         step = Step()
-        step.stalls = Stalls(msgspec.structs.replace(SETTINGS, beat_s=beat_s, hop_floor_s=hop_floor_s))
+        step.stalls = Stalls(
+            msgspec.structs.replace(SETTINGS, heartbeat_s=heartbeat_s, min_request_timeout_s=min_request_timeout_s)
+        )
         step.ask()
         step.now = quiet_s - 0.1
         assert step.ask() == []

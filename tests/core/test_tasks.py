@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.core import messages as m
-from shoal.sim.task_runner import _WORK, SECONDS
+from shoal.sim.tasks.task_runner import _WORK, SECONDS
 
 NO_BLOBS = {"id", "digest", "record", "records", "shard"}  # fields of words
 TASKS: tuple[type[m.TaskBase], ...] = get_args(m.Task)

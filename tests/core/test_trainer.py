@@ -273,7 +273,9 @@ def test_nobody_earns_time_by_saying_unasked_that_a_hop_is_pending() -> None:
     assert rig.trainer.deadline == due
     rig.tick()
     rig.say("b0" if hop.peer == "a0" else "a0", Pending(*ids(hop)))
-    assert rig.trainer.deadline == pytest.approx(rig.now + 1.0), "half of hop_floor_s for its server, and nobody else"
+    assert rig.trainer.deadline == pytest.approx(rig.now + 1.0), (
+        "half of min_request_timeout_s for its server, and nobody else"
+    )
 
 
 def test_of_two_replicas_the_one_with_less_in_progress_is_asked() -> None:

@@ -39,7 +39,7 @@ from shoal.core.messages import (
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
 
-SETTINGS = Settings(stages=2, microbatches=4, steps=99, beat_s=0.5)
+SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
 MEMBERS = (Member("a", 0), Member("b", 1), Member("c", 1), Member("d", 1))
 MANIFEST = Manifest(hashes=tuple(f"h{chunk}" for chunk in range(8)), sizes=(100,) * 8)
 T = TypeVar("T")

@@ -87,9 +87,9 @@ def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: t
     play = Group(NAMES, 4000)
     play.lost = lambda source, target, message: source == "c" and isinstance(message, kind)
     play.begin()
-    patience_s = max(play.settings.hop_floor_s, play.rounds["a"]._patience_s)
+    patience_s = max(play.settings.min_request_timeout_s, play.rounds["a"]._patience_s)
     play.run(until=lambda: bool(play.waits))
-    assert play.now >= max(TELL * patience_s, TELL_BEATS * play.settings.beat_s)
+    assert play.now >= max(TELL * patience_s, TELL_BEATS * play.settings.heartbeat_s)
     assert [1 for _, _, message in play.sent if isinstance(message, Resend)], "what is missing was asked for first"
 
 
@@ -99,7 +99,7 @@ def test_a_round_in_which_something_new_comes_now_and_then_is_slow_and_not_in_va
     play.lost = first_of(lambda source, target, message: source == "c" and isinstance(message, ReduceChunk))
     play.begin()
     play.run(until=lambda: len(play.reduced) == 4)
-    assert len(play.reduced) == 4 and play.now > 4 * TELL * play.settings.hop_floor_s and play.waits == []
+    assert len(play.reduced) == 4 and play.now > 4 * TELL * play.settings.min_request_timeout_s and play.waits == []
 
 
 def test_without_a_leader_nobody_is_told() -> None:

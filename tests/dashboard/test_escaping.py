@@ -20,7 +20,7 @@ from shoal.dashboard.terminal import Happening, PeerLine, Snapshot, Terminal
 from shoal.escaping import describe, escaped, escaped_json, escaped_lines
 from shoal.launcher.launch import PeerProcess
 from shoal.launcher.peer import PlainFormatter
-from shoal.launcher.watch import Resumed, RunMonitor
+from shoal.launcher.watching.watch import Resumed, RunMonitor
 from shoal.planner.inputs import measured
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Ended, Listening, Notice, decode

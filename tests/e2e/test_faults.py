@@ -26,7 +26,7 @@ from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Done
 from shoal.launcher import rundir
-from shoal.launcher.injection_points import INJECTION_POINTS
+from shoal.launcher.chaos.injection_points import INJECTION_POINTS
 from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.records.account import CommittedStep, surviving
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,40 @@ def test_a_commit_is_measured_beside_the_checkout(both: Any) -> None:
     assert both["after"]["lines of src"]["value"] - both["before"]["lines of src"]["value"] == 2
 
 
-def test_the_project_itself_is_counted_as_python_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    """tools/structure.py as a module."""
     spec = importlib.util.spec_from_file_location("structure", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "structure", script)  # its dataclasses look for their module there
+    sys.modules["structure"] = script  # its dataclasses look for their module there
     spec.loader.exec_module(script)
-    package = script.Package(ROOT)
-    assert package.members("Message") == sorted(kind.__name__ for kind in typing.get_args(messages.Message))
-    assert package.members("Task") == sorted(kind.__name__ for kind in typing.get_args(messages.Task))
-    assert package.members("Event") == sorted(kind.__name__ for kind in messages.Event.__subclasses__())
-    assert package.members("Command") == sorted(kind.__name__ for kind in messages.Command.__subclasses__())
-    assert len(package.settings()) == leaves(config.Config())
+    yield script
+    del sys.modules["structure"]
+
+
+@pytest.fixture(scope="module")
+def project(script: Any) -> Any:
+    return script.Package(ROOT)
+
+
+def test_the_project_keeps_within_its_limits_but_for_what_is_named(script: Any, project: Any) -> None:
+    rows = script.measure(project, [])
+    names = {name: {place for place, _ in row.items} for name, row in rows.items()}
+    assert not names[f"functions over complexity {script.COMPLEX}"]
+    assert names["functions over it on purpose"] == script.KEPT_COMPLEX
+    assert not names[f"classes over {script.MANY_ATTRIBUTES} attributes"]
+    assert not names["import cycles with TYPE_CHECKING"] | names["import cycles"]
+    assert names[f"src files over {script.LONG_FILE} lines"] == script.KEPT_LONG
+    assert names["most modules in a folder"] == script.KEPT_FULL
+
+
+def test_the_project_itself_is_counted_as_python_counts_it(project: Any) -> None:
+    assert project.members("Message") == sorted(kind.__name__ for kind in typing.get_args(messages.Message))
+    assert project.members("Task") == sorted(kind.__name__ for kind in typing.get_args(messages.Task))
+    assert project.members("Event") == sorted(kind.__name__ for kind in messages.Event.__subclasses__())
+    assert project.members("Command") == sorted(kind.__name__ for kind in messages.Command.__subclasses__())
+    assert len(project.settings()) == leaves(config.Config())
 
 
 def leaves(section: Any) -> int:

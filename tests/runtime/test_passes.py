@@ -51,7 +51,11 @@ class Peer:
         self.refused: list[str] = []
         self.passed: list[Incoming] = []
         self.changes = 0
-        self.gate.tell, self.gate.refused, self.gate.changed = self.warnings.append, self.refused.append, self._changed
+        self.gate.notices.show, self.gate.refused, self.gate.changed = (
+            self.warnings.append,
+            self.refused.append,
+            self._changed,
+        )
 
     def _changed(self) -> None:
         self.changes += 1
@@ -232,7 +236,7 @@ def test_a_newcomer_whose_invite_is_over_and_was_not_renewed_says_so_and_ends(mo
 def test_why_others_refuse_is_told_once_for_each_reason() -> None:
     gate = Peer(Hub(), an_invite()).gate
     reasons: list[str] = []
-    gate.tell = reasons.append
+    gate.notices.show = reasons.append
     for number in range(100):
         gate.lost("a", "it refuses: its pass is expired")
         gate.lost("a", "connection refused")

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim.checkers import Watch, contents
-from shoal.sim.storage import short
-from shoal.sim.task_runner import Reduced, World
+from shoal.sim.tasks.storage import short
+from shoal.sim.tasks.task_runner import Reduced, World
 
 STAGES, MICROBATCHES, STEPS = 2, 3, 4
 
@@ -54,7 +54,7 @@ def test_a_right_commit_is_no_violation() -> None:
         watch.agreed(peer, a_view())
         watch.agreed(peer, view)
     assert not watch.violations
-    assert list(watch.commits) == [(0, 0)] and watch.newest is view
+    assert list(watch.commits.known) == [(0, 0)] and watch.newest is view
 
 
 @pytest.mark.parametrize("indices", [(0, 1), (0, 1, 1), (0, 1, 2, 2), (0, 1, 3)])

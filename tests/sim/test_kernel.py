@@ -13,7 +13,7 @@ from shoal.kept import Kept
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenarios import catalogue, drawing, scenario
-from shoal.sim.task_runner import BAD, TaskRunner, World
+from shoal.sim.tasks.task_runner import BAD, TaskRunner, World
 
 
 def test_actions_run_in_order_of_time_and_ties_in_order_of_asking() -> None:

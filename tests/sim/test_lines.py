@@ -20,9 +20,9 @@ from shoal.sim.network import Network
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
-from shoal.sim.storage import CHUNKS
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import TaskRunner
+from shoal.sim.tasks.storage import CHUNKS
+from shoal.sim.tasks.task_runner import TaskRunner
 
 MB = 1_000_000
 DELAY_S = 0.05
@@ -144,7 +144,7 @@ def test_a_step_takes_the_time_of_its_bytes_and_little_more() -> None:
     """benchmarks/hops.py derives the bound: one tensor of 8 MB passes each of six lines for one microbatch."""
     swarm = Swarm(lab(25 * MB))
     outcome = swarm.run()
-    times = swarm.watch.commit_times
+    times = swarm.watch.commits.times_s
     assert outcome.violations == () and len(times) == 3
     least_s = 36 * 8 * MB / (25 * MB)
     assert least_s < (times[-1] - times[0]) / 2 < 1.4 * least_s
@@ -153,7 +153,7 @@ def test_a_step_takes_the_time_of_its_bytes_and_little_more() -> None:
 def test_where_lines_are_wide_compute_decides() -> None:
     swarm = Swarm(lab(25_000 * MB, forward_s=0.2))
     swarm.run()
-    times = swarm.watch.commit_times
+    times = swarm.watch.commits.times_s
     assert 36 * 0.6 / 2 < (times[-1] - times[0]) / 2 < 1.4 * 36 * 0.6 / 2
 
 
@@ -224,7 +224,7 @@ def test_the_leader_killed_in_the_middle_of_averaging_costs_one_round_more_and_a
 ) -> None:
     """Both seeds needed a third round: the new leader began one that listed the dead."""
     took, rounds = killed(peers, leader=True, seed=seed)
-    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab(1.0).settings.silence_s
+    assert rounds == 2 and took[2] < took[1] + took[3] + 2 * lab(1.0).settings.heartbeat_timeout_s
 
 
 UNLIKE = (12.5 * MB, 25 * MB, 25 * MB, 25 * MB)  # and one of the last two dies

@@ -35,7 +35,7 @@ from shoal.sim.scenarios.catalogue import SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
-from shoal.sim.task_runner import TaskRunner
+from shoal.sim.tasks.task_runner import TaskRunner
 
 SEEDS = 80
 STORM = Scenario(
@@ -325,7 +325,7 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
 def a_case(scenario: Scenario, seed: int) -> Case:
     """All of the scenario's faults at once, to the limit, and averaging so slow that they meet it."""
     case = draw(scenario, seed)
-    settings = msgspec.structs.replace(case.settings, hop_floor_s=0.3, inflight=4, queue_limit=16)
+    settings = msgspec.structs.replace(case.settings, min_request_timeout_s=0.3, inflight=4, queue_limit=16)
     rounds = 30.0 if scenario.name == ROUNDS.name else case.rounds
     replaced = {"messages": scenario.messages, "happenings": scenario.happenings, "rounds": rounds}
     return msgspec.structs.replace(case, **replaced, settings=settings)

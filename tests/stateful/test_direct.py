@@ -78,8 +78,8 @@ class World:
             steps=100,
             inflight=rng.choice((1, 2, 4)),
             queue_limit=rng.choice((1, 4, 16)),
-            hop_floor_s=2.0,
-            keep_bytes=rng.choice((1 << 32, 1 << 32, 12 * NBYTES, 3 * NBYTES)),
+            min_request_timeout_s=2.0,
+            activation_store_bytes=rng.choice((1 << 32, 1 << 32, 12 * NBYTES, 3 * NBYTES)),
         )
         self.now, self.names = 0.0, count()
         self.mail: list[Letter] = []
@@ -327,7 +327,9 @@ class World:
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
             gradients = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
             assert node.hops.store.nbytes == NBYTES * len(held)
-            most = self.settings.keep_bytes + NBYTES * (4 * self.settings.queue_limit + self.settings.microbatches + 4)
+            most = self.settings.activation_store_bytes + NBYTES * (
+                4 * self.settings.queue_limit + self.settings.microbatches + 4
+            )
             assert node.hops.store.nbytes - NBYTES * gradients <= most, f"{peer} keeps {node.hops.store.nbytes} bytes"
 
     def complete(self) -> bool:

@@ -264,7 +264,7 @@ def test_callers_that_never_speak_lock_nobody_out(ann: Someone, bob: Someone, mo
             host, _, port = there.addresses[0].rpartition(":")
             silent = [socket.create_connection((host, int(port)), 60) for _ in range(directory.CALLERS + 50)]
             assert await called(there, [bob.seal()])
-            assert len(there._unverified_callers) <= directory.CALLERS
+            assert len(there._callers.unverified) <= directory.CALLERS
             for sock in silent:
                 sock.close()
 

@@ -22,7 +22,7 @@ from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
-from shoal.launcher.watch import Resumed
+from shoal.launcher.watching.watch import Resumed
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan

@@ -31,7 +31,7 @@ from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.launcher import checkpoints, devices, preflight, rundir
 from shoal.launcher.output_files import OutputFiles
-from shoal.launcher.watch import Resumed, RunMonitor
+from shoal.launcher.watching.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 
 if TYPE_CHECKING:

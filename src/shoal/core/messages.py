@@ -1337,21 +1337,21 @@ class Settings(msgspec.Struct, frozen=True):
     peers: int = 1  # training starts when this many have joined and every stage is served
     inflight: int = 4  # microbatches a trainer drives at once
     queue_limit: int = 16  # tasks a server holds before it answers Busy
-    keep_bytes: int = 1 << 32  # of boundary tensors a server keeps before it answers Busy
+    activation_store_bytes: int = 1 << 32  # of boundary tensors a server keeps before it answers Busy
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
     copies: int = 1  # of each shard of a checkpoint, in as many places, where there are so many
     place: str = ""  # where this peer writes checkpoints
-    beat_s: float = 0.5
-    silence_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
-    hop_floor_s: float = 2.0  # no hop is called slow before this
-    hold_s: float = (
+    heartbeat_s: float = 0.5
+    heartbeat_timeout_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
+    min_request_timeout_s: float = 2.0  # no hop is called slow before this
+    ready_timeout_s: float = (
         30.0  # longest wait for a peer that builds the state all went back to, or for sums that a joiner lacks
     )
     staleness: int = 0  # 1: a step is computed while the one before is averaged, with parameters that lack its gradient
     nonfinite: str = "skip"  # a step whose loss or gradient is not finite: skip | stop
-    lost: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
-    lost_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
+    lost_stage: str = "checkpoint"  # what to do when a stage has lost its last replica: checkpoint | neighbours | wait
+    lost_stage_wait_s: float = 0.0  # before that: one that was only cut off may come back with the state
     ban_s: float = (
         10.0  # first pause of a peer that fails (routing.py: up to 8 times this) or is evicted (evictions.py)
     )

@@ -195,7 +195,7 @@ class PeerMachine:
 
     @property
     def _alive_s(self) -> float:
-        return ALIVE_SILENCES * self.settings.silence_s
+        return ALIVE_SILENCES * self.settings.heartbeat_timeout_s
 
     @property
     def finished(self) -> bool:
@@ -232,7 +232,7 @@ class PeerMachine:
         if last is None:
             return self.admission.begin(now)
         gap_s = now - last
-        if gap_s > GAP_BEATS * self.settings.beat_s:
+        if gap_s > GAP_BEATS * self.settings.heartbeat_s:
             self.register.forgive(gap_s, now)
             self.trainer.forgive(gap_s)
             self.leader_role.forgive(gap_s, now)

@@ -102,8 +102,8 @@ def _travel(plan: Plan) -> list[str]:
     return lines
 
 
-def churn_cost(plan: Plan, problem: Problem, silence_s: float, checkpoint_every: int) -> str:
-    predicted = churn.expected(plan, problem.cluster, silence_s, checkpoint_every)
+def churn_cost(plan: Plan, problem: Problem, heartbeat_timeout_s: float, checkpoint_every: int) -> str:
+    predicted = churn.expected(plan, problem.cluster, heartbeat_timeout_s, checkpoint_every)
     text = f"churn         {predicted.losses_per_h:.3g} losses an hour cost {predicted.share:.1%} of the time, most at {predicted.worst}"
     if predicted.fatal_per_h:
         text += f"; {predicted.fatal_per_h:.3g} an hour empty a stage and undo steps: another replica there would help"

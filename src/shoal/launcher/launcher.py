@@ -30,7 +30,7 @@ from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
-from shoal.launcher.watch import MajorityWatch, Resumed, RunMonitor
+from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan

@@ -32,7 +32,7 @@ from shoal.dashboard import account, plot
 from shoal.escaping import escaped, escaped_json
 from shoal.launcher import checkpoints
 from shoal.launcher.process import Process, lives
-from shoal.launcher.watch import Resumed
+from shoal.launcher.watching.watch import Resumed
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.records.account import Base, CommittedStep, restarted, surviving
 from shoal.runtime.records.report import replace

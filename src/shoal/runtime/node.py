@@ -229,7 +229,7 @@ class Node:
     async def _serve_gate(self, gate: Gate) -> None:
         gate.known = lambda: (*self._in_view(), *self.contacts.listed)
         gate.changed, gate.refused = self._on_passes_changed, self._on_refused
-        gate.tell = lambda text: self.reporter.notice(time.monotonic(), "passes", text)
+        gate.notices.show = lambda text: self.reporter.notice(time.monotonic(), "passes", text)
         gate.inside = lambda: self.machine.view is not None
         await gate.serve()
 

@@ -20,7 +20,7 @@ from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.runtime.entry import PATIENCE_S as ENTRY_S
 from shoal.runtime.entry import Entry
 from shoal.transport.base import Incoming, Transport
-from shoal.transport.identity.passes import Membership, PassStatus, date
+from shoal.transport.identity.passes import Grant, Membership, PassStatus, date
 
 log = logging.getLogger(__name__)
 
@@ -34,27 +34,56 @@ WARN = 0.2  # of a pass's lifetime before its end: when the user is warned
 PATIENCE_S = 30.0  # that a joiner with an expired invite waits for a renewal
 
 
+class Notices:
+    """What the user is told of passes, each thing once; `show` is called with the text."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[str], None] = log.warning
+        self._refusals: set[str] = set()  # as shown
+        self._waits_for = ""  # why this joiner is not let in, as shown last
+        self._warned = 0  # expiry of the pass that the user was warned of
+
+    def refused(self, peer: Peer, reason: str) -> None:
+        """That peer refuses this one."""
+        if reason not in self._refusals and len(self._refusals) < REFUSALS:
+            self._refusals.add(reason)
+            self.show(f"{peer}: {reason}")
+
+    def waits(self, reason: str) -> None:
+        """This joiner is not let in; where a peer refuses it, that reason is enough."""
+        if not self._refusals and reason != self._waits_for:
+            self._waits_for = reason
+            self.show(reason)
+
+    def expires(self, grant: Grant, remaining_s: float) -> None:
+        """This peer's pass ends soon, or has ended."""
+        if self._warned == grant.expires:
+            return
+        self._warned = grant.expires
+        when = f"ends in {units.duration(remaining_s)}" if remaining_s > 0 else "is over"
+        self.show(
+            f"this peer's pass {when} ({date(grant.expires)}): from then on it can make no new connections. Passes are renewed by "
+            "`shoal run` on the machine that founded the run, for whoever takes part; where that does not run any more: "
+            "`shoal invite CONFIG --renew` there"
+        )
+
+
 class Gate:
-    """`known`: reachable peers. `changed` is called when passes changed, `tell` with text for the user, `refused` when this peer is
-    excluded from the run; all in the loop's thread."""
+    """`known`: reachable peers. `changed` is called when passes changed, `refused` when this peer is excluded from the run; both, and
+    `notices`, in the loop's thread."""
 
     def __init__(self, transport: Transport, membership: Membership, entry: Entry | None = None) -> None:
         self.membership, self.entry = membership, entry
         self.known: Callable[[], Iterable[Peer]] = tuple
         self.changed: Callable[[], None] = lambda: None
-        self.tell: Callable[[str], None] = log.warning
+        self.notices = Notices()
         self.refused: Callable[[str], None] = log.error
         self.inside: Callable[[], bool] = lambda: True  # whether this peer is in a view
         self._transport = transport
         self._rng = Random(membership.name)
         self._sent_at: dict[Peer, float] = {}  # -> time of the last send of the list
         self._spread_version = 0  # the version sent to others
-        self._warned = 0  # expiry of the pass that the user was warned of
-        self._invalid_senders: dict[
-            Peer, None
-        ] = {}  # who has told a list that is none: what they tell of it is not looked at again
-        self._refusals: set[str] = set()  # as told
-        self._entry_words = ""  # why this joiner is not let in, as told last
+        self._invalid_senders: dict[Peer, None] = {}  # they sent a list that is none; later ones are not checked
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # ------------------------------------------------------------------------------------------------- messages
@@ -89,9 +118,8 @@ class Gate:
         """That peer is unreachable. If it refuses this peer, report the reason, once each."""
         if self.entry is not None:
             self.entry.failed(peer, reason)
-        if reason.startswith(REFUSES) and reason not in self._refusals and len(self._refusals) < REFUSALS:
-            self._refusals.add(reason)
-            self.tell(f"{peer}: {reason}")
+        if reason.startswith(REFUSES):
+            self.notices.refused(peer, reason)
 
     def hear(self, data: bytes, peer: Peer = "") -> None:
         """Take a list from a peer or the launcher."""
@@ -147,11 +175,8 @@ class Gate:
             return
         if entry.see(self.membership.seen):
             self.changed()
-        if running_s >= ENTRY_S and not self.inside() and not self._refusals:
-            words = entry.words([peer for peer in self.known() if peer != self.membership.name])
-            if words != self._entry_words:
-                self._entry_words = words
-                self.tell(words)
+        if running_s >= ENTRY_S and not self.inside():
+            self.notices.waits(entry.words([peer for peer in self.known() if peer != self.membership.name]))
 
     def _on_change(self) -> None:
         """Called in any thread."""
@@ -193,11 +218,5 @@ class Gate:
             self.refused(
                 f"the invite is expired at {date(grant.expires)}, and no peer has a renewal of it; ask for a new invite"
             )
-        elif remaining_s < WARN * grant.lifetime_s and self._warned != grant.expires:
-            self._warned = grant.expires
-            when = f"ends in {units.duration(remaining_s)}" if remaining_s > 0 else "is over"
-            self.tell(
-                f"this peer's pass {when} ({date(grant.expires)}): from then on it can make no new connections. Passes are renewed by "
-                "`shoal run` on the machine that founded the run, for whoever takes part; where that does not run any more: "
-                "`shoal invite CONFIG --renew` there"
-            )
+        elif remaining_s < WARN * grant.lifetime_s:
+            self.notices.expires(grant, remaining_s)

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.sim.task_runner import UNLIKE, Reduced, World
+from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
 ALL_MEET = 16  # replicas of a group, at most
 MEETS = 2.5  # times the root of how many they are: others that one of a larger group exchanges its gradient with
@@ -95,8 +95,6 @@ class Watch:
         self.world = world
         self.violations: list[Violation] = []
         self.newest: m.View | None = None
-        self.commits: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
-        self.commit_times: list[float] = []
         self.trusting = True  # nobody lies
         self.rounds = Rounds()
         self._now = now
@@ -105,8 +103,8 @@ class Watch:
         self._leaders: dict[int, m.Peer] = {}
         self._sent: dict[tuple[object, ...], m.Peer] = {}
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
+        self.commits = Commits(self, settings.first_step)
         self.durability = Durability(self)
-        self._fresh = settings.first_step  # the version that the run began with, or went back to
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
         self.violations.append(Violation(self._now(), peer, checker, text))
@@ -156,11 +154,11 @@ class Watch:
         if before is not None:
             self._follows(peer, before, view)
         elif self.newest is not None and view.epoch > self.newest.epoch and not view.kept:
-            self._fresh = view.step  # an operator's word: its number is far ahead
+            self.commits.begun_with = view.step  # an operator's word: its number is far ahead
         if self.newest is None or view.number > self.newest.number:
             self.newest = view
         if view.last is not None and (before is None or before.last != view.last):
-            self._committed(peer, view.epoch, view.last, view)
+            self.commits.add(peer, self._now(), view, view.last)
             if before is not None:
                 self._unfenced(peer, before, view.last)
 
@@ -193,7 +191,7 @@ class Watch:
         elif view.epoch < before.epoch:
             self.report(peer, "view", f"view {view.number} goes back to epoch {view.epoch}")
         elif not view.kept:
-            self._fresh = view.step
+            self.commits.begun_with = view.step
             self.durability.goes_back(view.step)
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
@@ -208,51 +206,6 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------------ commits
 
-    def _committed(self, peer: m.Peer, epoch: int, last: m.Committed, view: m.View) -> None:
-        known = self.commits.setdefault((epoch, last.step), last)
-        if known != last:
-            self.report(peer, "commit", f"step {last.step} of epoch {epoch} is committed as {last}, elsewhere {known}")
-            return
-        self.commit_times.append(self._now())
-        if view.step != last.step + 1:
-            self.report(peer, "commit", f"step {last.step} is committed and the next is {view.step}")
-        if len(last.digests) != self.settings.stages and not last.skipped:
-            self.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
-        if last.skipped and not any(step == last.step for step, _, _ in self.world.nonfinite):
-            self.report(peer, "skipped", f"step {last.step} is skipped, and its results are finite")
-        below = ""
-        for stage, digest in enumerate(last.digests):
-            reduced = self.world.reduced.get(digest)
-            if reduced is None:
-                self.report(peer, "commit", f"step {last.step}, stage {stage}: nobody has reduced {digest!r}")
-                return
-            text, below = contents(reduced, last.step, self.settings.microbatches, below)
-            if text:
-                self.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
-            else:
-                self._aged(peer, last.step, stage, below)
-                self._in_order(peer, last, stage, reduced)
-
-    def _in_order(self, peer: m.Peer, last: m.Committed, stage: int, reduced: Reduced) -> None:
-        """What was added is what the commit lists, in its order: all that one process needs to get the same bits."""
-        listed = [index for share in last.groups[stage] for index in share.indices]
-        for number, chunk in enumerate(reduced.chunks):
-            if [one[1] for one in chunk] != listed:
-                text = (
-                    f"step {last.step}, stage {stage}: chunk {number} is of {[one[1] for one in chunk]}, not {listed}"
-                )
-                self.report(peer, "order", text)
-                return
-
-    def _aged(self, peer: m.Peer, step: int, stage: int, parameters: str) -> None:
-        """A step's gradient is made with parameters that hold all gradients but those of the last `staleness` steps before it; the
-        first step after a beginning has no other parameters than those it begins with."""
-        wanted = max(step - self.settings.staleness, self._fresh)
-        version = self.world.versions.get((stage, parameters))
-        if version != wanted:
-            text = f"step {step}, stage {stage} was computed with version {version}, not {wanted}"
-            self.report(peer, "staleness", text)
-
     def _unfenced(self, peer: m.Peer, before: m.View, last: m.Committed) -> None:
         """Only peers of the view that ends with the step may have been averaged."""
         present = {one.peer for one in before.members + before.joining}
@@ -262,7 +215,7 @@ class Watch:
 
     def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None:
         """A gradient is applied only if the agreed view says that its round was committed."""
-        last = self.commits.get((view.epoch, task.step)) if view is not None else None
+        last = self.commits.known.get((view.epoch, task.step)) if view is not None else None
         if last is None or (last.round, last.norm) != (task.round, task.norm):
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
@@ -304,7 +257,7 @@ class Watch:
         steps = self.settings.steps - self.settings.first_step
         if account.committed != steps * self.settings.microbatches:
             self.report("", "account", f"{account} after {steps} x {self.settings.microbatches}")
-        skipped = sum(last.skipped > 0 for last in self.commits.values())
+        skipped = sum(last.skipped > 0 for last in self.commits.known.values())
         if account.skipped != self.settings.microbatches * skipped:
             self.report("", "account", f"{account}, but {skipped} steps were skipped")
         if account.issued != account.committed:
@@ -313,6 +266,65 @@ class Watch:
         missing = sorted(members.intersection(alive).difference(finished))
         if missing:
             self.report(missing[0], "progress", f"members that never finished: {missing}")
+
+
+class Commits:
+    """Every step is committed once and alike everywhere, and made of each of its microbatches once, in the order that the commit
+    lists, with parameters of the right age. `begun_with`: the version that the run began with, or went back to."""
+
+    def __init__(self, watch: Watch, begun_with: int) -> None:
+        self.watch, self.begun_with = watch, begun_with
+        self.known: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
+        self.times_s: list[float] = []
+
+    def add(self, peer: m.Peer, now: float, view: m.View, last: m.Committed) -> None:
+        """`view` says that the step of `last` is committed."""
+        epoch, settings, world = view.epoch, self.watch.settings, self.watch.world
+        known = self.known.setdefault((epoch, last.step), last)
+        if known != last:
+            self.watch.report(
+                peer, "commit", f"step {last.step} of epoch {epoch} is committed as {last}, elsewhere {known}"
+            )
+            return
+        self.times_s.append(now)
+        if view.step != last.step + 1:
+            self.watch.report(peer, "commit", f"step {last.step} is committed and the next is {view.step}")
+        if len(last.digests) != settings.stages and not last.skipped:
+            self.watch.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
+        if last.skipped and not any(step == last.step for step, _, _ in world.nonfinite):
+            self.watch.report(peer, "skipped", f"step {last.step} is skipped, and its results are finite")
+        below = ""
+        for stage, digest in enumerate(last.digests):
+            reduced = world.reduced.get(digest)
+            if reduced is None:
+                self.watch.report(peer, "commit", f"step {last.step}, stage {stage}: nobody has reduced {digest!r}")
+                return
+            text, below = contents(reduced, last.step, settings.microbatches, below)
+            if text:
+                self.watch.report(peer, "exactly once", f"step {last.step} of epoch {epoch}, stage {stage}: {text}")
+            else:
+                self._aged(peer, last.step, stage, below)
+                self._in_order(peer, last, stage, reduced)
+
+    def _in_order(self, peer: m.Peer, last: m.Committed, stage: int, reduced: Reduced) -> None:
+        """What was added is what the commit lists, in its order: all that one process needs to get the same bits."""
+        listed = [index for share in last.groups[stage] for index in share.indices]
+        for number, chunk in enumerate(reduced.chunks):
+            if [one[1] for one in chunk] != listed:
+                text = (
+                    f"step {last.step}, stage {stage}: chunk {number} is of {[one[1] for one in chunk]}, not {listed}"
+                )
+                self.watch.report(peer, "order", text)
+                return
+
+    def _aged(self, peer: m.Peer, step: int, stage: int, parameters: str) -> None:
+        """A step's gradient is made with parameters that hold all gradients but those of the last `staleness` steps before it; the
+        first step after a beginning has no other parameters than those it begins with."""
+        wanted = max(step - self.watch.settings.staleness, self.begun_with)
+        version = self.watch.world.versions.get((stage, parameters))
+        if version != wanted:
+            text = f"step {step}, stage {stage} was computed with version {version}, not {wanted}"
+            self.watch.report(peer, "staleness", text)
 
 
 class Durability:

@@ -14,8 +14,8 @@ from shoal.sim.checkers import Watch
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import Network
 from shoal.sim.scenarios.scenario import Case
-from shoal.sim.storage import Blob
-from shoal.sim.task_runner import World
+from shoal.sim.tasks.storage import Blob
+from shoal.sim.tasks.task_runner import World
 
 Recorder = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 Values = tuple[Blob, ...]  # the blobs of one message

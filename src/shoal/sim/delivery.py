@@ -10,7 +10,7 @@ from shoal.core import messages as m
 from shoal.sim.context import Context, Values
 from shoal.sim.lines import Wire
 from shoal.sim.processes import Processes
-from shoal.sim.storage import CHUNKS
+from shoal.sim.tasks.storage import CHUNKS
 
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 SAMPLE_HOSTILE = 7  # the same where somebody tries to make them other messages

@@ -52,7 +52,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
     def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
-        """Of what sim/task_runner.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all
+        """Of what sim/tasks/task_runner.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all
         takes a boundary's."""
         match blob:
             case ("x", _, _, 0, _):

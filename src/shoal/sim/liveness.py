@@ -41,7 +41,7 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            if undisturbed_s < HOME_BEATS * context.settings.beat_s:
+            if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s:
                 continue
             if node.condition.leaving:
                 self._check_leaver(node.name, newest)
@@ -90,7 +90,7 @@ class Liveness:
             return "the run has not begun" if now > scenario.start_s else ""
         if timeline.over_s is not None or timeline.healed_s is None:
             return ""
-        since_s = now - max([timeline.healed_s, *context.watch.commit_times[-1:]])
+        since_s = now - max([timeline.healed_s, *context.watch.commits.times_s[-1:]])
         if since_s > scenario.progress_s * case.patience:
             return f"no commit for {since_s:.0f} s after healing"
         if now - timeline.healed_s > scenario.finish_s * case.patience:

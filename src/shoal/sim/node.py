@@ -18,8 +18,8 @@ from shoal.kept import Kept
 from shoal.sim import signatures
 from shoal.sim.context import Context, Values
 from shoal.sim.faults.garbled import garble
-from shoal.sim.storage import Blob
-from shoal.sim.task_runner import BAD, TaskRunner, overflown
+from shoal.sim.tasks.storage import Blob
+from shoal.sim.tasks.task_runner import BAD, TaskRunner, overflown
 
 SPINS = 50  # Ticks in a row at one moment after which a machine is said to spin
 REBOOT_S = 5.0  # until a hostile process that has ended is started again

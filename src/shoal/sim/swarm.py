@@ -26,7 +26,7 @@ from shoal.sim.processes import Processes
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Scenario
-from shoal.sim.task_runner import World
+from shoal.sim.tasks.task_runner import World
 
 AFTERWARDS_S = 60.0  # that a simulation goes on after the run is over
 HAPPEN: dict[str, Fault] = {**churn.APPLY, **faults.APPLY, **strikes.APPLY}
@@ -119,7 +119,7 @@ class Swarm:
         if self.context.over or first_step >= self.settings.steps:
             return False
         self.processes.kill_all()
-        self._committed_before += len([step for _, step in self.watch.commits if step < first_step])
+        self._committed_before += len([step for _, step in self.watch.commits.known if step < first_step])
         self.context.restart(first_step, published.get(first_step, ()))
         self.delivery.forget_proposals()
         self.heal(None)
@@ -152,7 +152,7 @@ class Swarm:
         return Outcome(
             digest=self.context.history.digest(),
             violations=tuple(self.watch.violations),
-            committed=self._committed_before + len(self.watch.commits),
+            committed=self._committed_before + len(self.watch.commits.known),
             redone=newest.account.redone if newest is not None else 0,
             virtual_s=self.kernel.now,
             events=self.context.history.events,

@@ -327,7 +327,7 @@ class Rounds:
                     done.result.digest,
                     done.result.norm_sq,
                 )
-                current.wake = now + 2 * self._settings.beat_s
+                current.wake = now + 2 * self._settings.heartbeat_s
                 kept = _sums_for_others(current)
                 return (
                     _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in kept)) + self._report()
@@ -425,13 +425,13 @@ class Rounds:
         if current is None or now < current.wake:
             return []
         if current.reduced is not None:
-            current.wake = now + 2 * self._settings.beat_s
+            current.wake = now + 2 * self._settings.heartbeat_s
             return self._report()
         current.asks = min(current.asks + 1, ASKS)
         current.wake = now + self._patience_s * 2**current.asks
         missing = _missing(current, self._name)
         commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
-        long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.beat_s)
+        long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.heartbeat_s)
         if now - current.last_new >= long_s and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
@@ -442,7 +442,7 @@ class Rounds:
     def _patience_s(self) -> float:
         """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
         usual_s = self._usual.value or 4 * self._replica.length / COLD_Bps
-        return max(self._settings.hop_floor_s, usual_s)
+        return max(self._settings.min_request_timeout_s, usual_s)
 
     # ---------------------------------------------------------------------------------------------------------- sends
 

@@ -51,16 +51,16 @@ class Claims:
 
     def count(self, peer: Peer, voters: int, leading: bool, now: float) -> bool:
         """Whether the claim of `peer` takes effect now. `voters`: how many others a leader has."""
-        if now < self._raised_at + self._settings.beat_s:
+        if now < self._raised_at + self._settings.heartbeat_s:
             return False
         if leading:
-            silence_s = self._settings.silence_s
-            self._claimed_at = {key: at for key, at in self._claimed_at.items() if now - at < silence_s}
+            heartbeat_timeout_s = self._settings.heartbeat_timeout_s
+            self._claimed_at = {key: at for key, at in self._claimed_at.items() if now - at < heartbeat_timeout_s}
             self._claimed_at[key_of(peer)] = now
             times, until = self._stood_down
             if len(self._claimed_at) < min(CLAIMS, voters) or now < until:
                 return False
-            self._stood_down = times + 1, now + silence_s * 2 ** min(times, PAUSES)
+            self._stood_down = times + 1, now + heartbeat_timeout_s * 2 ** min(times, PAUSES)
         self._raised_at = now
         return True
 
@@ -155,7 +155,7 @@ class Election:
         accepted, commands = self._views.accepted, list[Command]()
         last = rank(accepted) if accepted is not None else (0, 0)
         current = (request.last_term, request.last_number) >= last
-        contact = self.leading or now - self.heard_leader_at < self._settings.silence_s * 0.5
+        contact = self.leading or now - self.heard_leader_at < self._settings.heartbeat_timeout_s * 0.5
         commands += [Send(peer, one) for one in self._views.certified(request.last_number)]
         if request.trial:
             granted = current and not contact and request.term >= self.term
@@ -211,14 +211,14 @@ class Election:
     def resign(self, now: float) -> None:
         """Let another peer lead, and do not stand before the others have elected one."""
         self.step_down(self.term, now)
-        self.election_at = now + 3 * self._settings.silence_s
+        self.election_at = now + 3 * self._settings.heartbeat_timeout_s
 
     def rearm(self, now: float) -> None:
         """Restart the election timeout, which is random as in Raft."""
-        self.election_at = now + self._settings.silence_s * (0.6 + 0.4 * self._rng.random())
+        self.election_at = now + self._settings.heartbeat_timeout_s * (0.6 + 0.4 * self._rng.random())
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: the leader's silence in that time does not count."""
         self.heard_leader_at = min(now, self.heard_leader_at + gap_s)
         if self.election_at is not None:
-            self.election_at = max(self.election_at, now + self._settings.beat_s * 2)
+            self.election_at = max(self.election_at, now + self._settings.heartbeat_s * 2)

@@ -243,4 +243,4 @@ class Register:
         if set(entry.before) == set(agreed.voters) or majority(agreed.voters, signers(proof.signed)):
             return True
         outside = all(member.peer != self.name for member in agreed.members + agreed.joining)
-        return outside or (not self.leading and now - self.heard_leader_at > 2 * self.settings.silence_s)
+        return outside or (not self.leading and now - self.heard_leader_at > 2 * self.settings.heartbeat_timeout_s)

@@ -91,8 +91,10 @@ class Replication:
     def beat(self, now: float, agreed: bool = False) -> list[Command]:
         """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading if a majority is silent."""
         views, election = self._views, self._election
-        self.beat_at = now + self._settings.beat_s
-        alive = {peer for peer, at in self.heard.items() if now - at < self._settings.silence_s} | {self._name}
+        self.beat_at = now + self._settings.heartbeat_s
+        alive = {peer for peer, at in self.heard.items() if now - at < self._settings.heartbeat_timeout_s} | {
+            self._name
+        }
         new = {peer for peer in views.others() if peer not in self.heard}
         self.heard.update(dict.fromkeys(new, now))
         if not views.decided_by(alive | new):
@@ -108,7 +110,7 @@ class Replication:
     def _push(self, now: float) -> list[Command]:
         assert self._views.accepted is not None
         self._acceptances = {self._name: Signed(self._name)}
-        self.beat_at = now + self._settings.beat_s
+        self.beat_at = now + self._settings.heartbeat_s
         message = Propose(entry=self._views.accepted, term=self._election.term)
         return [Send(peer, message) for peer in self._views.others()] + self._count(now)
 

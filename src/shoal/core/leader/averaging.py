@@ -56,7 +56,7 @@ class StepRounds:
     def retry(self, settings: Settings, now: float) -> None:
         """Close the round; the next one is opened after a pause that doubles."""
         self.close()
-        self.not_before = now + settings.beat_s * 2 ** min(self.tries, PAUSES)
+        self.not_before = now + settings.heartbeat_s * 2 ** min(self.tries, PAUSES)
         self.tries += 1
 
     def opened(self, message: Round, settings: Settings, now: float) -> None:

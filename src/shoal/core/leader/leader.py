@@ -93,7 +93,7 @@ class Leader:
             return []
         facts.changed, facts.scan = False, now >= self._check_at
         if facts.scan:
-            self._check_at = now + 0.9 * self.settings.beat_s
+            self._check_at = now + 0.9 * self.settings.heartbeat_s
             self.stall = checks.why_stalled(view, facts, self.settings, now)
         if view.finished:
             return self._dismiss(view, now)
@@ -123,7 +123,7 @@ class Leader:
             if entry.pace_beats:
                 if now < history.due.get(name, now):
                     return None
-                history.due[name] = now + entry.pace_beats * self.settings.beat_s
+                history.due[name] = now + entry.pace_beats * self.settings.heartbeat_s
         proposal = entry.propose(view, facts, self.settings, now)
         if proposal is not None and entry.when is not None:
             del facts.history.held_since[entry.propose.__name__]
@@ -157,7 +157,7 @@ class Leader:
     def _dismiss(self, view: View, now: float) -> list[Command]:
         """A finished run: tell the others once all know, or after a while."""
         if self._farewell_at is None:
-            self._farewell_at = now + 2 * self.settings.silence_s
+            self._farewell_at = now + 2 * self.settings.heartbeat_timeout_s
         others = [member.peer for member in view.members + view.joining if member.peer != self.name]
         heartbeats = self.facts.heartbeats
         aware = all(peer in heartbeats and heartbeats[peer].number >= view.number for peer in others)
@@ -182,7 +182,7 @@ class Leader:
         late = [
             peer
             for peer, sent_at in current.sent_at.items()
-            if peer not in current.reduced and now - sent_at > SEND_AGAIN_BEATS * self.settings.beat_s
+            if peer not in current.reduced and now - sent_at > SEND_AGAIN_BEATS * self.settings.heartbeat_s
         ]
         current.sent_at.update(dict.fromkeys(late, now))
         return commands + [Send(peer, current.message) for peer in late]

@@ -16,12 +16,8 @@ from shoal.core.messages import Heartbeat, Member, Peer, Reduced, Round, RoundWa
 
 VIEW_SILENCES = 3.0  # for a peer that sends heartbeats to take a view that is sent to it after each
 LEAST_BEATS = 120.0  # no state is waited for less,
-HOLDS = (
-    2.0  # of hold_s: the least for a member to hold the step, and for a stage's only replica to get done with a round
-)
-LOAD_HOLDS = (
-    20.0  # of hold_s: for a joiner's next chunk, six of 16 MiB on a line of 1 Mbit/s, or for a state to be built
-)
+HOLDS = 2.0  # of ready_timeout_s: the least for a member to hold the step, and for a stage's only replica to get done with a round
+LOAD_HOLDS = 20.0  # of ready_timeout_s: for a joiner's next chunk, six of 16 MiB on a line of 1 Mbit/s, or for a state to be built
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
 LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
@@ -94,8 +90,8 @@ class Progress:
         seen = self._seen[peer]
         since_s = now - max(seen.number_at, self._view_at)
         frozen_s = now - seen.number_at
-        most_s = VIEW_SILENCES * self._settings.silence_s
-        if seen.number < view.number and frozen_s > most_s and since_s > self._settings.silence_s / 2:
+        most_s = VIEW_SILENCES * self._settings.heartbeat_timeout_s
+        if seen.number < view.number and frozen_s > most_s and since_s > self._settings.heartbeat_timeout_s / 2:
             return f"has stayed at view {seen.number} for {frozen_s:.0f} s"
         return ""
 
@@ -104,7 +100,7 @@ class Progress:
         if not view.started:
             return ""
         usual_s = step_s if step_s < float("inf") else 0.0
-        most_s = max(HOLDS * self._settings.hold_s, LEAST_BEATS * self._settings.beat_s, STEPS * usual_s)
+        most_s = max(HOLDS * self._settings.ready_timeout_s, LEAST_BEATS * self._settings.heartbeat_s, STEPS * usual_s)
         seen = self._seen[peer]
         waited_s = now - max(seen.current_at, seen.state_at)
         return f"has not been ready for step {view.step} for {waited_s:.0f} s" if waited_s > most_s else ""
@@ -112,9 +108,9 @@ class Progress:
     def _unloaded(self, member: Member, now: float) -> str:
         """A joiner whose state does not grow. One that is ready waits for the others, who see whether it is."""
         seen = self._seen[member.peer]
-        if seen.state[3] or not self._settings.hold_s:
+        if seen.state[3] or not self._settings.ready_timeout_s:
             return ""
-        most_s = max(LEAST_BEATS * self._settings.beat_s, LOAD_HOLDS * self._settings.hold_s)
+        most_s = max(LEAST_BEATS * self._settings.heartbeat_s, LOAD_HOLDS * self._settings.ready_timeout_s)
         waited_s = now - seen.state_at
         return (
             f"has not got on with the state of stage {member.stage} for {waited_s:.0f} s" if waited_s > most_s else ""
@@ -148,7 +144,7 @@ class RoundWatch:
 
     def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
         """The peer that keeps this round from being done."""
-        if self._waits_at is not None and now - self._waits_at >= HEAR_BEATS * self._settings.beat_s:
+        if self._waits_at is not None and now - self._waits_at >= HEAR_BEATS * self._settings.heartbeat_s:
             self._waits_at = now
             for group in self._groups:
                 verdict = self._accused(group, reduced, conduct, leader)
@@ -156,7 +152,7 @@ class RoundWatch:
                     return verdict
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
-        if not reduced or late_s <= max(LAST_BEATS * self._settings.beat_s, ROUNDS * usual_s):
+        if not reduced or late_s <= max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
             return None
         return self._last(reduced, late_s)
 
@@ -168,7 +164,7 @@ class RoundWatch:
                 continue
             if len(group) > 1:
                 return left[0], f"has not got done with a round for {late_s:.0f} s in which the others of its stage are"
-            if late_s > HOLDS * self._settings.hold_s:  # a stage's only replica: nobody takes its place
+            if late_s > HOLDS * self._settings.ready_timeout_s:  # a stage's only replica: nobody takes its place
                 return left[0], f"has not got done with a round for {late_s:.0f} s in which the others are"
         return None
 

@@ -249,7 +249,7 @@ class Saving:
         last, at, times = self.asked.get((stage, place), ("", 0.0, 0))
         if last != peer:
             times = 0
-        elif now - at < REPEAT_BEATS * 2 ** min(times - 1, DOUBLED) * self.settings.beat_s:
+        elif now - at < REPEAT_BEATS * 2 ** min(times - 1, DOUBLED) * self.settings.heartbeat_s:
             return []  # a shard may take minutes, and its record may be as large as a chunk
         self.asked[stage, place] = (peer, now, times + 1)
         return [Send(peer, message)]

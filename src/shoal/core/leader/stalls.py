@@ -19,7 +19,7 @@ from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
 QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long they may wait for one peer,
-FLOORS = 2.0  # or of hop_floor_s,
+FLOORS = 2.0  # or of min_request_timeout_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 GAPS = 3.0  # or so many times the longest that this step or the one before has had,
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
@@ -163,7 +163,7 @@ class Stalls:
     def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
         """What its owner's answer calls for, if anything yet."""
         answer, what = case.answer, f"microbatch {index} of stage {case.stage}"
-        asked_long = now - case.asked_at > ANSWER_BEATS * self._settings.beat_s
+        asked_long = now - case.asked_at > ANSWER_BEATS * self._settings.heartbeat_s
         if answer is None:
             return Reassign(f"{case.owner} does not say where {what} is") if asked_long else None
         replicas = {member.peer for member in view.members if member.stage == case.stage}
@@ -188,7 +188,7 @@ class Stalls:
 
     @property
     def _quiet_s(self) -> float:
-        return max(QUIET_BEATS * self._settings.beat_s, FLOORS * self._settings.hop_floor_s)
+        return max(QUIET_BEATS * self._settings.heartbeat_s, FLOORS * self._settings.min_request_timeout_s)
 
     def takeovers(self, view: View, moves: dict[Index, str], leader: Peer) -> Takeovers:
         """Owners after those moves. A microbatch never comes back to a peer that has owned it in this step: what runs for its former

@@ -43,7 +43,7 @@ class Admission:
             self.find_at = now
         if self.find_at is None or now < self.find_at:
             return []
-        self.find_at = now + FIND_BEATS * self._settings.beat_s
+        self.find_at = now + FIND_BEATS * self._settings.heartbeat_s
         return [Find(), *self._request()]
 
     def on_found(self, peers: tuple[Peer, ...]) -> list[Command]:
@@ -90,4 +90,4 @@ class Admission:
     def _lost(self, now: float) -> bool:
         """A view lists this peer, but no leader was heard for long."""
         inside = self._roster.view is not None and not self._roster.outside and not self._register.leading
-        return inside and now - self._register.heard_leader_at > 2 * self._settings.silence_s
+        return inside and now - self._register.heard_leader_at > 2 * self._settings.heartbeat_timeout_s

@@ -23,13 +23,13 @@ class Departure:
 
     def on_finished_view(self, now: float) -> None:
         """The agreed view says that the run is finished."""
-        self.linger_at = now + LAST_SILENCES * self._settings.silence_s
+        self.linger_at = now + LAST_SILENCES * self._settings.heartbeat_timeout_s
 
     def on_all_dismissed(self, now: float) -> None:
         """This leader has dismissed all members. Their messages would be lost if the process ended now."""
         if not self._dismissed:
             self._dismissed = True
-            self.linger_at = now + LAST_BEATS * self._settings.beat_s
+            self.linger_at = now + LAST_BEATS * self._settings.heartbeat_s
 
     def due(self, now: float) -> bool:
         """It is time to end."""

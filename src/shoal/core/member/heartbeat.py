@@ -37,11 +37,11 @@ class HeartbeatSender:
     def beat(self, departure: Departure, known: tuple[Peer, ...], now: float) -> list[Command]:
         """Report to the leader; if none is heard, ask the members and the `known` peers for a newer view."""
         self._server.changed = False
-        self.beat_at = now + self._settings.beat_s
+        self.beat_at = now + self._settings.heartbeat_s
         if self._roster.view is None or self._roster.outside or departure.finished:
             return []
         if self._silent(1, now):
-            long = now - self._leader_role.led_at > self._settings.silence_s
+            long = now - self._leader_role.led_at > self._settings.heartbeat_timeout_s
             return self._note_alone(long) + self._ask_others(known, now)
         commands = self._note_alone(False) + self._leader_role.tell(self.state(), now)
         if departure.leaving:
@@ -71,7 +71,7 @@ class HeartbeatSender:
     def _silent(self, silences: float, now: float) -> bool:
         """This peer follows a leader that has been silent for that long."""
         silent_s = now - self._register.heard_leader_at
-        return not self._register.leading and silent_s > silences * self._settings.silence_s
+        return not self._register.leading and silent_s > silences * self._settings.heartbeat_timeout_s
 
     def _note_alone(self, alone: bool) -> list[Command]:
         """Tell people once that this side of the network waits, and once that it goes on."""
@@ -81,7 +81,7 @@ class HeartbeatSender:
         self.alone = alone
         if not alone:
             return [Note("stall", "a leader speaks again: going on")]
-        words = f"no leader for {self._settings.silence_s:g} s: nothing is committed until a majority of the members is in touch"
+        words = f"no leader for {self._settings.heartbeat_timeout_s:g} s: nothing is committed until a majority of the members is in touch"
         return [Note("stall", words)]
 
     def _ask_others(self, known: tuple[Peer, ...], now: float) -> list[Command]:
@@ -89,7 +89,7 @@ class HeartbeatSender:
         view = self._roster.view
         if view is None or (self._register.views.votes_here() and not self._silent(2, now)):
             return []
-        self.beat_at = now + FIND_BEATS * self._settings.beat_s
+        self.beat_at = now + FIND_BEATS * self._settings.heartbeat_s
         peers = dict.fromkeys([member.peer for member in view.members] + list(known))
         request = VoteRequest(term=self._register.term, last_term=0, last_number=view.number, trial=True)
         return [Find(), *(Send(peer, request) for peer in peers if peer != self._roster.name)]

@@ -19,7 +19,7 @@ class StallNotes:
         if not why:
             before, self.noted_at = self.noted_at, None
             return [Note("stall", "steps are committed again")] if before is not None else []
-        if self.noted_at is not None and now - self.noted_at < SAY_AGAIN_BEATS * self._settings.beat_s:
+        if self.noted_at is not None and now - self.noted_at < SAY_AGAIN_BEATS * self._settings.heartbeat_s:
             return []
         self.noted_at = now
         return [Note("stall", why)]

@@ -36,7 +36,7 @@ class OverrideRelay:
     def tick(self, now: float) -> list[Command]:
         if self.look_at is None or now < self.look_at:
             return []
-        self.look_at = now + LOOK_SILENCES * self._settings.silence_s
+        self.look_at = now + LOOK_SILENCES * self._settings.heartbeat_timeout_s
         return [Find()]
 
     def on_found(self, peers: tuple[Peer, ...]) -> list[Command]:
@@ -65,6 +65,6 @@ class ViewRepair:
     def to_outsider(self, peer: Peer, number: int, now: float) -> list[Command]:
         """The same for a peer in no view held here, for a few of them in a beat: it is new, or has missed the views since."""
         if now >= self._until:
-            self._until, self._sent = now + self._settings.beat_s, 0
+            self._until, self._sent = now + self._settings.heartbeat_s, 0
         self._sent += 1
         return self.newest(peer, number) if self._sent <= VIEWS_A_BEAT else []

@@ -92,7 +92,7 @@ class ActivationStore:
 
     @property
     def full(self) -> bool:
-        return self._bounded >= self._settings.keep_bytes
+        return self._bounded >= self._settings.activation_store_bytes
 
     @property
     def deadline(self) -> float | None:
@@ -213,7 +213,7 @@ class ActivationStore:
 
     @property
     def _patience_s(self) -> float:
-        return max(self._settings.hop_floor_s, PATIENCE * (self._usual.value or 0.0))
+        return max(self._settings.min_request_timeout_s, PATIENCE * (self._usual.value or 0.0))
 
     # -------------------------------------------------------------------------------------------------------- messages
 

@@ -51,7 +51,7 @@ from shoal.core.server.jobs import Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
-STUCK = 4.0  # of hop_floor_s without a booking while the store is full: then unused tensors go, too
+STUCK = 4.0  # of min_request_timeout_s without a booking while the store is full: then unused tensors go, too
 
 
 class Book(msgspec.Struct):
@@ -150,7 +150,7 @@ class Hops:
 
     def on_hop(self, request: Request, now: float) -> list[Command]:
         """Take it, answer it from the books, decline it for good, or ignore it."""
-        message, soon = request.message, self._settings.beat_s * SOON
+        message, soon = request.message, self._settings.heartbeat_s * SOON
         facts = Facts(self._declined.has(request.peer, hop_of(message)), self._is_here(message.index))
         verdict = judge(request, self._name, self._replica, self._settings, facts)
         if isinstance(verdict, Take):
@@ -342,7 +342,7 @@ class Hops:
         commands = self.store.make_room(self._used(), self._booked, force=False)
         if not self.store.full or not self.store.under_way(self._booked):
             return commands, True
-        if now - self._freed_at < STUCK * self._settings.hop_floor_s:
+        if now - self._freed_at < STUCK * self._settings.min_request_timeout_s:
             return commands, False
         self._freed_at = now
         return commands + self.store.make_room(self._used(), self._booked, force=True), True

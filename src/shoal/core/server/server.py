@@ -192,7 +192,7 @@ class Server:
 
     def _call_stale(self, now: float) -> None:
         """Repeated, since the message that peer.py makes of it may vanish. A joiner's sync sees to itself."""
-        self._retell_at = now + REPEAT_BEATS * self.settings.beat_s
+        self._retell_at = now + REPEAT_BEATS * self.settings.heartbeat_s
         view = self._replica.view
         if view is not None and member_of(view.members, self.name):
             self.stale = self._replica.unfit

@@ -39,7 +39,7 @@ Answer = Output | Gradient | Cancelled | Busy | Refused | Missing | Pending
 
 Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of the tokens: my blob
 
-FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to hop_floor_s
+FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to min_request_timeout_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
 LOST = 2  # times that a tensor could not be had from a peer, before the leader is answered with it
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised

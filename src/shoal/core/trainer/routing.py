@@ -240,10 +240,10 @@ class Routes:
     def patience(self, peer: Peer, size: float) -> float:
         """Seconds after which a hop of that size to that peer is slow."""
         if peer not in self._at:
-            return self._settings.hop_floor_s
+            return self._settings.min_request_timeout_s
         stage, replica = self._at[peer]
         usual_s = PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
-        return max(self._settings.hop_floor_s, usual_s)
+        return max(self._settings.min_request_timeout_s, usual_s)
 
     def knows(self, peer: Peer) -> bool:
         """The usual time of its stage is measured or planned. A guess may be wrong by a factor of a hundred."""
@@ -255,9 +255,9 @@ class Routes:
     def repeat_s(self, peer: Peer) -> float:
         """Seconds until a slow request is repeated. They follow its stage, since the peer's own average includes its timeouts."""
         if peer not in self._at:
-            return self._settings.hop_floor_s
+            return self._settings.min_request_timeout_s
         wiring = self._wirings[self._at[peer][0]]
-        return max(self._settings.hop_floor_s, PATIENCE * wiring.usual.value)
+        return max(self._settings.min_request_timeout_s, PATIENCE * wiring.usual.value)
 
     def answered(self, peer: Peer, seconds: float, size: float, now: float, again: bool = False) -> None:
         """It answered a hop of that size after `seconds`, network and queue included. `again`: the request was repeated, so that the
@@ -323,7 +323,7 @@ class Routes:
         replica = self._at[peer][1]
         replica.misses += 1
         # A server sends nothing while it computes: a long task is no silence.
-        most_s = max(2 * self._settings.silence_s, 2 * BACKWARD_SIZE * self.repeat_s(peer))
+        most_s = max(2 * self._settings.heartbeat_timeout_s, 2 * BACKWARD_SIZE * self.repeat_s(peer))
         silent_s = now - replica.asked_at if replica.asked_at is not None else 0.0
         if replica.misses < MISSES or silent_s <= most_s:
             return 0.0

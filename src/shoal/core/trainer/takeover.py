@@ -11,7 +11,9 @@ import msgspec
 
 from shoal.core.messages import Books, Index, Peer, Stage
 
-BOOKS_AGAIN = 8  # BooksRequest is first repeated after hop_floor_s / 8: a lost one holds up every microbatch taken over
+BOOKS_AGAIN = (
+    8  # BooksRequest is first repeated after min_request_timeout_s / 8: a lost one holds up every microbatch taken over
+)
 
 
 class Group(msgspec.Struct, eq=False):
@@ -25,7 +27,7 @@ class Group(msgspec.Struct, eq=False):
 class Takeovers:
     def __init__(self) -> None:
         self._groups: list[Group] = []  # floors rise
-        self._again = 1.0 / BOOKS_AGAIN  # of hop_floor_s, until the question is repeated
+        self._again = 1.0 / BOOKS_AGAIN  # of min_request_timeout_s, until the question is repeated
 
     def add(self, floor: int, members: dict[Peer, Stage], indices: list[Index]) -> None:
         self._again = 1.0 / BOOKS_AGAIN

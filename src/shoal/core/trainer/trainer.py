@@ -64,7 +64,7 @@ from shoal.core.trainer.takeover import Takeovers
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
-ASK_FLOORS = 0.5  # of hop_floor_s: a server that has got a request says so within that
+ASK_FLOORS = 0.5  # of min_request_timeout_s: a server that has got a request says so within that
 MOST_HOLDS = 8  # with a guess of 1 s: up to 17 minutes for a forward whose server says that it has got it
 
 
@@ -149,7 +149,7 @@ class Trainer:
             m.hop = None
             text = f"microbatch {m.index} cannot be read and is tried again: {failed.reason}"
             self._reports.note_once("stall", "fetch", self.name, text)
-            self._timers.set(m.index, now + self._settings.hop_floor_s)
+            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
         return self._flush(now)
 
     def on_unreachable(self, peer: Peer, now: float) -> list[Command]:
@@ -249,7 +249,7 @@ class Trainer:
             self._routes.asked(peer, now)
             self._out.append(Send(peer, BooksRequest(view.epoch, view.work, self._takeovers.floor)))
         if missing:
-            self._timers.set(BOOKS, now + self._takeovers.pause_s(self._settings.hop_floor_s))
+            self._timers.set(BOOKS, now + self._takeovers.pause_s(self._settings.min_request_timeout_s))
 
     # ------------------------------------------------------------------------------------------------- microbatches
 
@@ -368,7 +368,7 @@ class Trainer:
         elif fault:
             # It is booked all the same. Ask again, and complain each time: the leader removes it in the end.
             self._reports.faulty(hop.peer, f"gradient of stage {stage}", fault, now)
-            self._timers.set(m.index, now + self._settings.hop_floor_s)
+            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
         else:
             m.made(hop, gradient=True)
             self._advance(m, now)
@@ -384,7 +384,7 @@ class Trainer:
 
     def _declined(self, m: Microbatch, hop: Hop, message: Busy | Refused | Missing, now: float) -> None:
         if hop.kind is Kind.RECALL:  # only that peer has it: it is asked again
-            self._timers.set(m.index, now + self._settings.hop_floor_s)
+            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
         elif message.attempt == hop.first:  # an answer to a later Cancel says nothing about the backward itself
             m.hop = None
             if isinstance(message, Busy):
@@ -410,7 +410,7 @@ class Trainer:
             backward = hop.kind is Kind.BACKWARD
             query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, backward)
             self._out.append(Send(hop.peer, query))
-            self._timers.set(m.index, now + ASK_FLOORS * self._settings.hop_floor_s)
+            self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
             return
         self._reports.missed(hop.peer, now)
         if not hop.repeated and hop.kind is not Kind.RECALL:
@@ -428,7 +428,7 @@ class Trainer:
     def _retry(self, m: Microbatch, now: float) -> None:
         """After a failure: at once the first time."""
         m.fails += 1
-        pause_s = m.pause_s(self._settings.hop_floor_s)
+        pause_s = m.pause_s(self._settings.min_request_timeout_s)
         if pause_s:
             self._timers.set(m.index, now + pause_s)
         else:

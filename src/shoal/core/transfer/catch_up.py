@@ -71,7 +71,7 @@ class CatchUp:
         if not self._commits:
             return None
         waiting = [at for step, (_, at) in self._commits.items() if not self._complete(step)]
-        return min(waiting) + self._settings.hold_s if waiting else None
+        return min(waiting) + self._settings.ready_timeout_s if waiting else None
 
     def on_view(self, view: View, now: float) -> list[Command]:
         joining = next((one for one in view.joining if one.peer == self._name), None)
@@ -169,11 +169,11 @@ class CatchUp:
         return self._give_up(task.step + 1)
 
     def tick(self, now: float) -> list[Command]:
-        """Sums of a commit that are not complete within hold_s have been lost."""
+        """Sums of a commit that are not complete within ready_timeout_s have been lost."""
         late = [
             step
             for step, (_, at) in self._commits.items()
-            if now - at >= self._settings.hold_s and not self._complete(step)
+            if now - at >= self._settings.ready_timeout_s and not self._complete(step)
         ]
         return self._give_up(max(late) + 1) if late else []
 

@@ -192,7 +192,7 @@ class Copier:
     def tick(self, now: float) -> list[Command]:
         if not self._downloader.due(now) or self._job is None or self._task:
             return []
-        if now - self._chunk_at >= PATIENCE_BEATS * self._settings.beat_s:
+        if now - self._chunk_at >= PATIENCE_BEATS * self._settings.heartbeat_s:
             return self._fail(f"no chunk of it has arrived for {now - self._chunk_at:.0f} s", now)
         return self._downloader.give_up_late(now) if self._downloader.has_donors else self._request(now)
 

@@ -139,7 +139,7 @@ class Downloader:
         self.wait(now)
 
     def wait(self, now: float) -> None:
-        self.retry_at = now + RETRY_BEATS * self._settings.beat_s
+        self.retry_at = now + RETRY_BEATS * self._settings.heartbeat_s
 
     def due(self, now: float) -> bool:
         """Something is late. The deadline is then no longer set."""
@@ -186,7 +186,7 @@ class Downloader:
         sizes, hashes = offer.manifest.sizes, offer.manifest.hashes
         if not sizes or len(sizes) != len(hashes) or offer.step < self._oldest(view, since):
             if not self.has_donors:
-                self.retry_at = now + self._settings.beat_s
+                self.retry_at = now + self._settings.heartbeat_s
             return []
         current = self.current
         if current is not None and (current.step, current.manifest) != (offer.step, offer.manifest):
@@ -292,7 +292,7 @@ class Downloader:
 
     @property
     def _patience_s(self) -> float:
-        usual_s = max(RETRY_BEATS * self._settings.beat_s, 4 * (self._usual.value or 0.0))
+        usual_s = max(RETRY_BEATS * self._settings.heartbeat_s, 4 * (self._usual.value or 0.0))
         return float(usual_s * 2 ** min(self._misses, DOUBLED))
 
     def _without(self, peer: Peer, why: str, now: float) -> list[Command]:
@@ -309,7 +309,7 @@ class Downloader:
         note = Note("state", f"no more of version {current.step} from {peer}: {why}; {have}")
         if current.donors:
             return [note, *self.go_on(now)]
-        self.retry_at = now + self._settings.beat_s
+        self.retry_at = now + self._settings.heartbeat_s
         return [note]
 
 

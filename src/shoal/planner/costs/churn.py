@@ -28,7 +28,7 @@ class Churn(msgspec.Struct, frozen=True):
         return min(self.lost_s / 3600.0, 1.0)
 
 
-def expected(plan: Plan, cluster: Cluster, silence_s: float, checkpoint_steps: int) -> Churn:
+def expected(plan: Plan, cluster: Cluster, heartbeat_timeout_s: float, checkpoint_steps: int) -> Churn:
     """`checkpoint_steps`: between two checkpoints; 0 = none before the end, and then an hour is at stake."""
     predicted = plan.predicted
     assert predicted is not None, "a plan that was just made has its numbers"
@@ -42,9 +42,13 @@ def expected(plan: Plan, cluster: Cluster, silence_s: float, checkpoint_steps: i
             continue
         others = len(stage.peers) - 1
         if others:
-            each_s = silence_s + 0.5 * predicted.microbatches_s / others + predicted.microbatches_s / len(stage.peers)
+            each_s = (
+                heartbeat_timeout_s
+                + 0.5 * predicted.microbatches_s / others
+                + predicted.microbatches_s / len(stage.peers)
+            )
         else:
-            each_s = silence_s + undone_s
+            each_s = heartbeat_timeout_s + undone_s
             fatal += rate
         losses += rate
         lost_s += rate * each_s

@@ -51,11 +51,10 @@ from shoal.core.messages import (
 from shoal.executor import create
 from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
-from shoal.numerics.blend import blend
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
-from shoal.runtime.state import Copy, check_chunk, join, raw
+from shoal.runtime.state import Copy, raw
 from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.borders import Borders
@@ -63,6 +62,7 @@ from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, blob_of, checked
 from shoal.runtime.tasks.lane import Lane
+from shoal.runtime.tasks.seat import Download, Seat, Snapshots
 from shoal.runtime.tasks.sums import Sums
 from shoal.traffic import StoredBytes
 from shoal.transport.base import Blob
@@ -74,14 +74,6 @@ BUILDING = (Init, Import, Blend)  # tasks that build a stage
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
 Take = Callable[..., torch.Tensor]  # (name, device="cpu") -> the blob's values
-
-
-class Seat(msgspec.Struct):
-    """The stage that this peer serves, at version `step`."""
-
-    executor: Executor
-    stage: int
-    step: int
 
 
 class Later(Exception):
@@ -113,9 +105,8 @@ class TaskRunner:
         self._sums = Sums(config)
         emulated = config.device.executor == "emulated"
         self._decodes_on = "cpu" if emulated else str(device_of(config))  # the code crosses the bus, not the values
-        self._saved: Copy | None = None  # for RunSave
-        self._exported: Copy | None = None  # for ReadChunk
-        self._downloaded: dict[int, torch.Tensor] = {}
+        self._snapshots = Snapshots()
+        self._download = Download()
         self._failures = Failures(config)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
         self._stepped.set()
@@ -224,7 +215,7 @@ class TaskRunner:
             case ReadChunk():
                 return self._read_chunk(task)
             case CheckChunk():
-                return self._check_chunk(task, take(task.blob))
+                return self._download.add(task, take(task.blob))
             case RunSave():
                 copy = self._kept_copy(task.step)
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
@@ -366,7 +357,7 @@ class TaskRunner:
 
     def _applied(self, task: Apply, seat: Seat) -> Result:
         if task.save:
-            self._saved = self._copy(seat)
+            self._snapshots.keep(seat)
         return Result(digest=seat.executor.digest())
 
     def _reset(self) -> Result:
@@ -380,20 +371,13 @@ class TaskRunner:
     def _take_seat(self, task: Init | Import | Blend) -> Result:
         self._seat = None  # two stages may not fit beside each other
         self._sums.void(seat=True)
-        self._saved = self._exported = None
+        self._snapshots.clear()
         try:
             executor = self._make(self._config, task.stage)
         except ValueError as error:
             raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
-        if isinstance(task, Import):
-            chunks, self._downloaded = self._downloaded, {}
-            executor.load_state(_downloaded(chunks, range(task.chunks), task.stage, task.step))
-        elif isinstance(task, Blend):
-            chunks, self._downloaded = self._downloaded, {}
-            first, whole = task.chunks[0], sum(task.chunks)
-            below = _downloaded(chunks, range(first), task.stage - 1, task.step)
-            above = _downloaded(chunks, range(first, whole), task.stage + 1, task.step)
-            executor.load_state(blend(_whole(executor), below, above, task.below))
+        if isinstance(task, (Import, Blend)):
+            self._download.load(executor, task)
         elif task.step:
             if self._store is None:
                 raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
@@ -402,29 +386,14 @@ class TaskRunner:
         self._seat = Seat(executor, task.stage, task.step)
         return Result(digest=executor.digest(), length=executor.length)
 
-    def _copy(self, seat: Seat) -> Copy:
-        for copy in (self._saved, self._exported):
-            if copy is not None and copy.step == seat.step:
-                return copy
-        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step))
-
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
-        copy = self._exported = self._copy(self._seated())
+        copy = self._snapshots.export(self._seated())
         raise Later("write", lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
 
     def _read_chunk(self, task: ReadChunk) -> Result:
-        copy = self._exported
-        if copy is None or copy.step != task.step:
-            raise ValueError(f"no copy of step {task.step} is held here")
+        copy = self._snapshots.exported(task.step)
         return self._give(task.out, torch.frombuffer(copy.read(task.chunk), dtype=torch.uint8))
-
-    def _check_chunk(self, task: CheckChunk, data: torch.Tensor) -> Result:
-        fault = check_chunk(raw(data), task.digest)
-        if fault:
-            raise ValueError(f"chunk {task.chunk}: {fault}")
-        self._downloaded[task.chunk] = data
-        return Result(nbytes=data.nbytes)
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
@@ -436,19 +405,19 @@ class TaskRunner:
 
     def _kept_copy(self, step: int) -> Copy:
         """What Apply kept of that version, or a copy made now, while the parameters are still those."""
-        if self._saved is None or self._saved.step != step:
+        copy = self._snapshots.kept(step)
+        if copy is None:
             seat = self._seated()
             if seat.step != step:
                 raise ValueError(f"no copy of step {step} was kept here")
             self._stepped.wait()
-            self._saved = self._copy(seat)
-        return self._saved
+            copy = self._snapshots.keep(seat)
+        return copy
 
     def _save(self, task: RunSave, copy: Copy) -> Result:
         state = {name: value for name, value in copy.state.items() if not name.startswith(PREVIOUS)}
         record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
-        if self._saved is copy:
-            self._saved = None  # the record is all that will be asked for again
+        self._snapshots.saved(copy)
         files = checkpoint.RECORDS.decode(record)
         return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
@@ -474,24 +443,3 @@ class TaskRunner:
         if self._store is None:
             raise ValueError("this peer knows no place for checkpoints")
         return self._store
-
-
-def _whole(executor: Executor) -> dict[str, torch.Tensor]:
-    """All that another replica needs to go on as this one does."""
-    previous = executor.previous() if isinstance(executor, Delayed) else {}
-    return {**executor.state(), **previous}
-
-
-def _downloaded(held: dict[int, torch.Tensor], wanted: range, stage: int, step: int) -> dict[str, torch.Tensor]:
-    """The state of that stage and step from its chunks."""
-    missing = [chunk for chunk in wanted if chunk not in held]
-    if missing:
-        raise ValueError(f"chunk {missing[0] - wanted.start} of {len(wanted)} was not downloaded")
-    state, note = join([raw(held[chunk]) for chunk in wanted])
-    if note != _note(stage, step):
-        raise ValueError(f"the downloaded state is of {note}, not of {_note(stage, step)}")
-    return state
-
-
-def _note(stage: int, step: int) -> dict[str, str]:
-    return {"stage": str(stage), "step": str(step)}

@@ -27,8 +27,8 @@ from shoal.sim.faults.hostile import Hostile
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.signatures import sign
-from shoal.sim.storage import Blob
-from shoal.sim.task_runner import BAD, HUGE, norm_sq
+from shoal.sim.tasks.storage import Blob
+from shoal.sim.tasks.task_runner import BAD, HUGE, norm_sq
 
 Sent = tuple[m.Message, tuple[Blob, ...]]
 

@@ -44,14 +44,14 @@ def draw(scenario: Scenario, seed: int) -> Case:
         inflight=rng.choice((1, 2, 4)),
         queue_limit=rng.choice((2, 4, 16)),
         save_every=rng.randint(*scenario.save_every),
-        silence_s=scenario.silence_s,
-        beat_s=scenario.beat_s,
-        hop_floor_s=rng.choice((0.3, 1.0, 2.0)),
-        hold_s=rng.choice((5.0, 30.0)),
-        lost=rng.choice(("checkpoint", "neighbours")),
-        lost_wait_s=rng.choice((0.0, 3.0, 15.0)),
+        heartbeat_timeout_s=scenario.heartbeat_timeout_s,
+        heartbeat_s=scenario.heartbeat_s,
+        min_request_timeout_s=rng.choice((0.3, 1.0, 2.0)),
+        ready_timeout_s=rng.choice((5.0, 30.0)),
+        lost_stage=rng.choice(("checkpoint", "neighbours")),
+        lost_stage_wait_s=rng.choice((0.0, 3.0, 15.0)),
         staleness=late if scenario.staleness < 0 else scenario.staleness,
-        keep_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
+        activation_store_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
     )
     disks = Random(f"{scenario.name}/{seed}/places")
@@ -80,7 +80,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         nonfinite=_nonfinite(scenario, settings, Random(f"{scenario.name}/{seed}/nonfinite")),
         regions=aimed.randint(*scenario.regions),
         places=places,
-        patience=TIGHT if settings.keep_bytes <= 12 * BLOB_BYTES else 1.0,
+        patience=TIGHT if settings.activation_store_bytes <= 12 * BLOB_BYTES else 1.0,
     )
 
 

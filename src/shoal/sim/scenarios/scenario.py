@@ -90,7 +90,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lines: Ranges | None = None  # every peer has an uplink and a downlink, and what travels its own size (lines.py)
     backward: float = 2.5  # seconds of a backward that recomputes over those of a forward
     save_every: tuple[int, int] = (0, 3)
-    silence_s: float = 4.0
+    heartbeat_timeout_s: float = 4.0
     staleness: Literal[0, 1, -1] = -1  # of gradients; -1: drawn
     messages: Messages = Messages()
     happenings: Happenings = Happenings()
@@ -107,7 +107,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_s: float = 90.0  # the run must have started by then
     progress_s: float = 90.0  # after healing no commit may take longer
     finish_s: float = 400.0  # after healing the run must end within
-    beat_s: float = 0.5
+    heartbeat_s: float = 0.5
     most_forward_s: float = MOST_FORWARD_S
     record: str = ""  # of spot instances: peers come and go as in it
     copies: int = 1  # of the record, at different times

@@ -93,6 +93,44 @@ class AnswerCache:
             self.data, self._until_s, self._version = b"", now + 1.0, version
 
 
+class Callers:
+    """Bounds what unknown callers cost: calls by address, callers that have not sent a valid record yet, answers being sent."""
+
+    def __init__(self) -> None:
+        self.unverified: dict[asyncio.Task[None], str] = {}  # with the address, the oldest first
+        self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
+        self._answering = 0
+
+    def admits(self, place: str, now: float) -> bool:
+        return self._calls.take(place, now)
+
+    def make_room(self) -> None:
+        """For one more caller."""
+        if len(self.unverified) < CALLERS:
+            return
+        counts = Counter(self.unverified.values())
+        crowded = max(counts, key=lambda place: (counts[place], place))
+        oldest = next(task for task, place in self.unverified.items() if place == crowded)
+        self.unverified.pop(oldest)
+        oldest.cancel()
+
+    def forget_current(self) -> None:
+        """The task that runs has verified its caller, or ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.unverified.pop(task, None)
+
+    async def answer(self, sock: socket.socket, data: Callable[[], bytes]) -> None:
+        """Send it, unless too many answers are being sent."""
+        if self._answering >= ANSWERED:
+            return
+        self._answering += 1
+        try:
+            await asyncio.get_running_loop().sock_sendall(sock, data())
+        finally:
+            self._answering -= 1
+
+
 class Gossip:
     """The plain directory. `own` is this peer's record, without its expiry and directory port, which are set here. `learn` is called in the
     loop that `start` was called in."""
@@ -117,11 +155,7 @@ class Gossip:
             from_all=RECORDS_FROM_ALL,
         )
         self._asked = Budgets(ASKED_ONE, ASKED_ALL)
-        self._calls = Budgets(CALLS_FROM_ONE, CALLS_FROM_ALL)
-        self._unverified_callers: dict[
-            asyncio.Task[None], str
-        ] = {}  # that have not sent a valid record yet, the oldest first, with their address
-        self._answered = 0
+        self._callers = Callers()
         self._answer = AnswerCache()
         self._sealed = b""  # this peer's record
         self._informed: set[str] = set()  # addresses that this peer's record was sent to
@@ -230,48 +264,29 @@ class Gossip:
                 await asyncio.sleep(EXCHANGE_S / 30)
                 continue
             place = address_group(address[0])
-            if not self._calls.take(place, time.monotonic()):
+            if not self._callers.admits(place, time.monotonic()):
                 sock.close()
                 await asyncio.sleep(REFUSED_S)
                 continue
-            if len(self._unverified_callers) >= CALLERS:
-                self._turn_away()
+            self._callers.make_room()
             task = self._background.create_task(self._serve(sock, place))
-            self._unverified_callers[task] = place
+            self._callers.unverified[task] = place
             await asyncio.sleep(0)  # accepting does not wait, and would keep others from their turn
 
-    def _turn_away(self) -> None:
-        counts = Counter(self._unverified_callers.values())
-        crowded = max(counts, key=lambda place: (counts[place], place))
-        oldest = next(task for task, place in self._unverified_callers.items() if place == crowded)
-        self._unverified_callers.pop(oldest)
-        oldest.cancel()
-
     async def _serve(self, sock: socket.socket, place: str) -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 size = _announced(await _received(sock, 4), MAX_SENT_BYTES)
                 records = _decoded(await _received(sock, size))[:SENT]
                 valid = await self._check(records, place)
-                self._forget_caller()
-                if valid is None or self._answered >= ANSWERED:
-                    return
-                self._answered += 1
-                try:
-                    await loop.sock_sendall(sock, self._all() if valid else _framed([self._sealed]))
-                finally:
-                    self._answered -= 1
+                self._callers.forget_current()
+                if valid is not None:
+                    await self._callers.answer(sock, self._all if valid else lambda: _framed([self._sealed]))
         except (OSError, TimeoutError, ValueError):
             return
         finally:
-            self._forget_caller()
+            self._callers.forget_current()
             sock.close()
-
-    def _forget_caller(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._unverified_callers.pop(task, None)
 
     def _all(self) -> bytes:
         """The answer to every caller."""

@@ -71,7 +71,7 @@ def promote(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         return None
     empty = empty_stages(view, settings.stages)
     able = tuple(member for member in _not_fenced(view) if facts.ready(member, view))
-    if facts.history.rest_s(facts.share(view), now) < ENTER_BEATS * settings.beat_s:
+    if facts.history.rest_s(facts.share(view), now) < ENTER_BEATS * settings.heartbeat_s:
         able = tuple(member for member in able if member.stage in empty)
     if not able:
         return None

@@ -77,11 +77,11 @@ def stage_lost(view: View, facts: Facts, settings: Settings, now: float) -> bool
 def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
     """All go back to the newest checkpoint, or make the lost state from its neighbours. Not at once: a replica that was only cut off
     may come back with it."""
-    if settings.lost == "wait" or now - facts.history.since(recover) < settings.lost_wait_s:
+    if settings.lost_stage == "wait" or now - facts.history.since(recover) < settings.lost_stage_wait_s:
         return None
     lost = lost_stages(view, settings.stages)
     why_not = ""
-    if settings.lost == "neighbours":
+    if settings.lost_stage == "neighbours":
         rebuilt, why_not = from_neighbours(lost, settings.stages, facts.history.norms)
         if rebuilt and view.started:
             return Proposal(_rebuilt(view, rebuilt, facts, settings))

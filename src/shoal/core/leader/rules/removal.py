@@ -100,9 +100,9 @@ def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[P
     evicted: dict[Peer, str] = {}
     for peer in [member.peer for member in view.members + view.joining if member.peer != facts.name]:
         silence = now - facts.received_at.get(peer, now)
-        if silence > settings.silence_s:
+        if silence > settings.heartbeat_timeout_s:
             evicted[peer] = f"silent for {silence:.1f} s"
-        elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.beat_s:
+        elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.heartbeat_s:
             evicted[peer] = f"cannot be reached, silent for {silence:.1f} s"
         elif peer in facts.evidence.guilty:
             evicted[peer] = facts.evidence.guilty[peer]

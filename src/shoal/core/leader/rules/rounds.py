@@ -49,7 +49,7 @@ def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> 
     ready = tuple(member for member in view.joining if facts.ready(member, view))
     near = tuple(one.peer for one in view.joining if one not in ready and facts.near(one, view))
     waited_s = facts.history.waited_s
-    if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.beat_s for peer in near):
+    if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.heartbeat_s for peer in near):
         return None
     joiners = [one for one in view.joining if one not in ready and facts.confirmed(one.peer)]
     return Opening(
@@ -76,7 +76,7 @@ def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> 
     first, asked = doubled[0], facts.rounds.asked_owner
     waited = now - asked[1] if asked is not None and asked[0] == first else 0.0
     owner = owner_of(view, first.index) if view.work == view.step else None
-    if owner is not None and waited <= OWNER_BEATS * settings.beat_s:
+    if owner is not None and waited <= OWNER_BEATS * settings.heartbeat_s:
         return DoubleBooking(first=first, owner=owner)
     fewer = min((first.two, first.one), key=lambda peer: (peer == facts.name, len(ledger.books[peer])))
     other = first.one if fewer == first.two else first.two

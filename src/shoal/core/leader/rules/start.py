@@ -24,7 +24,7 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         view.epoch
     ):  # back at a checkpoint: with whoever is left, but nobody waits for ever for the slowest, not even for me
         there = sum(member in ready for member in view.members)
-        waited = now - facts.history.since(start) >= settings.hold_s
+        waited = now - facts.history.since(start) >= settings.ready_timeout_s
         enough = there == len(view.members) or (waited and 2 * there > len(view.members))
     else:
         enough = len(ready) >= settings.peers and facts.name in names(ready)

@@ -17,7 +17,8 @@ import msgspec
 from shoal.core import messages as m
 from shoal.kept import Kept
 from shoal.sim.lines import Wire
-from shoal.sim.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
+from shoal.sim.tasks.state_transfer import StateTransfer
+from shoal.sim.tasks.storage import Blob, Copies, Storage, shard_name, short
 
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
@@ -217,9 +218,7 @@ class TaskRunner:
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
         self._rounds = Rounds(world)
-        self._copy: tuple[int, int, str, str] | None = None  # (version, stage, digest, previous) exported
-        self._kept: dict[int, Blob] = {}  # chunks of a download
-        self._saves: dict[tuple[int, int], str] = {}
+        self.transfer = StateTransfer()
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
@@ -259,7 +258,7 @@ class TaskRunner:
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self.pace.share = 1.0
         self._rounds.forget()
-        self._kept.clear()
+        self.transfer.forget_download()
         self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
 
@@ -353,7 +352,7 @@ class TaskRunner:
         if self.unlike or self.digest.startswith(UNLIKE):
             digest = UNLIKE + digest
         if task.save:
-            self._saves[(self.stage, task.step + 1)] = digest
+            self.copies.keep(self.stage, task.step + 1, digest)
         return self._seat(self.stage, task.step + 1, digest, self.digest)
 
     def _reset(self, task: m.Reset, inputs: Sequence[Blob]) -> m.Result:
@@ -364,7 +363,7 @@ class TaskRunner:
     # ------------------------------------------------------------------------------------------ state, checkpoints
 
     def _build(self, stage: int, version: int, digest: str, previous: str) -> m.Result:
-        self._copy = None  # it goes with the seat that was
+        self.transfer.withdraw()  # it goes with the seat that was
         return self._seat(stage, version, digest, previous)
 
     def _init(self, task: m.Init, inputs: Sequence[Blob]) -> m.Result:
@@ -386,35 +385,14 @@ class TaskRunner:
     def _export(self, task: m.Export, inputs: Sequence[Blob]) -> m.Result:
         if task.step != self.version:
             raise ValueError(f"version {self.version} is held, not {task.step}")
-        self._copy = (self.version, self.stage, self.digest, self.previous)
-        hashes = tuple(short(self._piece(chunk)) for chunk in range(CHUNKS))
-        return m.Result(manifest=m.Manifest(hashes, (1000,) * CHUNKS))
-
-    def _piece(self, chunk: int) -> Blob:
-        return ("state", self._copy, chunk)
+        return self.transfer.export((self.version, self.stage, self.digest, self.previous))
 
     def _read(self, task: m.ReadChunk, inputs: Sequence[Blob]) -> m.Result:
-        if self._copy is None or self._copy[0] != task.step:
-            raise ValueError(f"version {task.step} is not exported")
-        self._put(task.out, self._piece(task.chunk))
+        self._put(task.out, self.transfer.read(task))
         return m.Result(nbytes=1000)
 
-    def _check(self, task: m.CheckChunk, inputs: Sequence[Blob]) -> m.Result:
-        if short(inputs[0]) != task.digest:
-            raise ValueError("the chunk's digest differs")
-        self._kept[task.chunk] = inputs[0]
-        return m.Result()
-
-    def _downloaded(self, wanted: range) -> tuple[int, int, str, str]:
-        """(version, stage, digest, previous) that these chunks make."""
-        kept = [self._kept.get(chunk) for chunk in wanted]
-        copies: set[tuple[int, int, str, str]] = {piece[1] for piece in kept if piece is not None}
-        if None in kept or len(copies) != 1 or [piece[2] for piece in kept if piece] != list(range(CHUNKS)):
-            raise ValueError(f"the kept chunks do not make one state: {kept}")
-        return copies.pop()
-
     def _import(self, task: m.Import, inputs: Sequence[Blob]) -> m.Result:
-        version, stage, digest, previous = self._downloaded(range(task.chunks))
+        version, stage, digest, previous = self.transfer.downloaded(range(task.chunks))
         if (stage, version) != (task.stage, task.step):
             raise ValueError(f"kept: stage {stage} version {version}; wanted: {task.stage} version {task.step}")
         self.sums.clear()
@@ -424,7 +402,7 @@ class TaskRunner:
         """Both neighbours at that version: whoever makes the stage of them gets the same."""
         neighbours = []
         for first, count, of in ((0, task.chunks[0], -1), (task.chunks[0], task.chunks[1], 1)):
-            version, stage, digest, previous = self._downloaded(range(first, first + count))
+            version, stage, digest, previous = self.transfer.downloaded(range(first, first + count))
             if (stage, version) != (task.stage + of, task.step):
                 raise ValueError(f"kept: stage {stage} version {version}, for stage {task.stage} version {task.step}")
             neighbours.append((digest, previous))
@@ -434,13 +412,8 @@ class TaskRunner:
         return self._build(task.stage, task.step, digest, previous)
 
     def _save(self, task: m.RunSave, inputs: Sequence[Blob]) -> m.Result:
-        self.copies.storage.need_room()
-        digest = self._saves.get((task.stage, task.step))
-        if digest is None and (self.stage, self.version) == (task.stage, task.step):
-            digest = self.digest
-        if digest is None:
-            raise ValueError(f"no copy of stage {task.stage} version {task.step}")
-        return self.copies.save(task, digest)
+        here = (self.stage, self.version) == (task.stage, task.step)
+        return self.copies.save(task, self.digest if here else None)
 
     def _read_shard(self, task: m.ReadShard, inputs: Sequence[Blob]) -> m.Result:
         self._put(task.out, self.copies.read(task))
@@ -476,7 +449,7 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Init: TaskRunner._init,
     m.Export: TaskRunner._export,
     m.ReadChunk: TaskRunner._read,
-    m.CheckChunk: TaskRunner._check,
+    m.CheckChunk: lambda runner, task, inputs: runner.transfer.check(task, inputs[0]),
     m.Import: TaskRunner._import,
     m.Blend: TaskRunner._blend,
     m.RunSave: TaskRunner._save,

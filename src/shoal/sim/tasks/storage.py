@@ -46,13 +46,23 @@ class Copies:
     def __init__(self, stages: int, place: str, storage_of: Callable[[str], Storage], faults: list[str]) -> None:
         self.stages, self.place, self.faults = stages, place, faults
         self._storage_of = storage_of
+        self._kept: dict[tuple[int, int], str] = {}  # parameters to be saved, by stage and version
         self._written: dict[tuple[int, str], dict[int, Blob]] = {}  # chunks of a checkpoint's shard, by step and shard
 
     @property
     def storage(self) -> Storage:
         return self._storage_of(self.place)
 
-    def save(self, task: m.RunSave, digest: str) -> m.Result:
+    def keep(self, stage: int, version: int, digest: str) -> None:
+        """A checkpoint of these parameters will be saved."""
+        self._kept[(stage, version)] = digest
+
+    def save(self, task: m.RunSave, current: str | None) -> m.Result:
+        """`current`: the parameters that the stage has now, if they are of the version to be saved."""
+        self.storage.need_room()
+        digest = self._kept.get((task.stage, task.step), current)
+        if digest is None:
+            raise ValueError(f"no copy of stage {task.stage} version {task.step}")
         self.storage.shards[(task.step, task.stage)] = digest
         record = json.dumps({"step": task.step, "stage": task.stage, "digest": digest})
         return m.Result(record=record, digest=shard_name(task.step, task.stage, digest))

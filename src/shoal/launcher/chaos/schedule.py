@@ -1,7 +1,7 @@
 """What `shoal chaos` does to a run's peers and links, and when: from a file, drawn from a seed, or as a record of spot instances has it.
 
 Pure functions. `choose` says who is meant, and keeps a run able to go on: a majority of its members stays, without which it would
-rightly wait for ever, and every stage keeps a replica unless losing it is what was asked for. cli/chaos.py carries it out.
+rightly wait for ever, and every stage keeps a replica unless losing it is what was asked for. chaos.py carries it out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from shoal import units
-from shoal.launcher.injection_points import INJECTION_POINTS
+from shoal.launcher.chaos.injection_points import INJECTION_POINTS
 from shoal.launcher.rundir import LocalPeer, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.transport.emulated.faulty import Direction

@@ -17,7 +17,7 @@ from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.escaping import escaped, escaped_lines
-from shoal.launcher.members import Members
+from shoal.launcher.watching.members import Members
 from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
 from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Located, Notice, PeerProgress
 from shoal.traffic import Traffic

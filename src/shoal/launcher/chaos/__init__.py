@@ -1,0 +1,1 @@
+"""What `shoal chaos` does to a run, to whom and when."""

@@ -1,0 +1,1 @@
+"""A peer's tasks in symbols: what runtime/tasks does with tensors."""
