@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
-# The system takes no more than it can send soon: what waits there cannot be overtaken. A busy machine lets 128 KiB (5 ms of 200 Mbit/s)
-# run dry: 0.55 of a plain socket at 1 % loss with four streams, where 512 KiB give 1.06 (docs/log/2026-11-23-hops-over-tcp.md).
-UNSENT_BYTES = 512 << 10
+UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 Address = tuple[str, int]
 Place = tuple[str, int, *tuple[str, ...]]  # a host, a port, and further hosts of the same machine
