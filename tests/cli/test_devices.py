@@ -62,7 +62,6 @@ def test_the_cores_are_divided_by_the_local_peers_unless_somebody_says_otherwise
     monkeypatch.setattr(devices, "cores", lambda: 16)
     for here, threads in ((1, "16"), (4, "4"), (6, "2"), (40, "1")):
         assert {each["OMP_NUM_THREADS"] for each in given(Device(), here, {}, tmp_path)} == {threads}
-    own = {devices.HUGE_PAGES: "0"}
     assert "OMP_NUM_THREADS" not in devices.environment(Device(), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path)
     assert devices.environment(Device(threads=2), 0, 4, {"OMP_NUM_THREADS": "3"}, tmp_path)["OMP_NUM_THREADS"] == "2"
 

@@ -1,0 +1,1 @@
+"""A laboratory of real networks on one machine: lab.py."""
