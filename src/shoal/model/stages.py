@@ -137,6 +137,9 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    if config.device.compile:
+        for block in parts.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
