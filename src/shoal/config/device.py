@@ -14,7 +14,7 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32")
+_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32", "compile")
 
 
 class Device(Section, frozen=True):
@@ -80,6 +80,10 @@ class Device(Section, frozen=True):
             description="A CUDA device rounds factors of float32 products to 10 bits (TF32), which is several times as fast."
         ),
     ] = False
+    compile: Annotated[
+        bool,
+        Meta(description="A resident stage's blocks are compiled (torch.compile): a longer start, then faster steps."),
+    ] = False
     emulated_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S, description="The emulated executor takes this long for a microbatch's forward pass."),
@@ -126,6 +130,8 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
         near_names = difflib.get_close_matches(device.machine, names, n=1) or names[:6]
         advice = " or ".join(near_names) if near_names else "device.machine="
         yield f"device.machine = {device.machine!r} is no machine of run.placement; try {advice}"
+    if device.compile and device.executor == "swapping":
+        yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
     if device.executor == "emulated":
         if train.local_steps > 1:
             yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"

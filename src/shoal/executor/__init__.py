@@ -49,7 +49,13 @@ def _plain(config: Config, stage: int, source: str | None, schedule: Schedule | 
         from shoal.executor.resident import Resident
         from shoal.model import stages
 
-        return Resident(stages.build(config, stage, source=source, device=str(device_of(config))), config, schedule)
+        built = stages.build(config, stage, source=source, device=str(device_of(config)))
+        resident = Resident(built, config, schedule)
+        if config.device.compile:
+            from shoal.executor import compiling
+
+            compiling.warm_up(resident, built, config)
+        return resident
     if config.device.executor == "swapping":
         from shoal.executor.swap.swapping import Swapping
         from shoal.model import stages

@@ -9,7 +9,9 @@ import importlib.metadata
 import importlib.util
 import os
 import runpy
+import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -80,6 +82,25 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
             raise ValueError(
                 f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
             )
+
+
+def refuse_uncompilable(device: Device, inherited: Mapping[str, str]) -> None:
+    """ValueError: torch.compile lacks what it calls here. For a card it writes Triton, otherwise C++ that includes Python's headers."""
+    if not device.compile:
+        return
+    lacking = []
+    if device.kind.partition(":")[0] in ("cuda", "xpu"):
+        lacking += [] if importlib.util.find_spec("triton") else ["the package triton (pip install triton)"]
+    else:
+        default = "clang++" if sys.platform == "darwin" else "g++"
+        compiler = inherited.get("CXX") or default
+        lacking += [] if shutil.which(compiler) else [f"the C++ compiler {compiler} (or name another with CXX)"]
+        headers = Path(sysconfig.get_path("include"))
+        lacking += [] if (headers / "Python.h").exists() else [f"Python's headers in {headers}"]
+    if lacking:
+        raise ValueError(
+            f"device.compile = true needs {' and '.join(lacking)}; install what is missing, or leave it out"
+        )
 
 
 def _refuse_unusable(device: str, kind: str, root: Path) -> None:

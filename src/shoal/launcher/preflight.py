@@ -221,11 +221,12 @@ def _not_on_hub(name: str) -> str:
 
 
 def device(settings: Device) -> Iterator[str]:
-    """Is there such a device, as far as its driver's files and the installed PyTorch say?"""
-    try:
-        devices.refuse_missing(settings, os.environ)
-    except ValueError as error:
-        yield str(error)
+    """Is there such a device, as far as its driver's files and the installed PyTorch say, and what compiling needs?"""
+    for refuse_faulty in (devices.refuse_missing, devices.refuse_uncompilable):
+        try:
+            refuse_faulty(settings, os.environ)
+        except ValueError as error:
+            yield str(error)
 
 
 def address(config: Config, port: int) -> Iterator[str]:

@@ -137,7 +137,11 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    linear.prefer(model)
+    if config.device.compile:
+        for block in parts.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+    else:
+        linear.prefer(model)
     return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
