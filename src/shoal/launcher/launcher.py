@@ -49,7 +49,6 @@ HOPELESS_S = 30.0  # without a majority, and no other view heard of: ended proce
 RECOVER_S = 900.0  # the same, when members on other machines could go on: an operator has time for `shoal recover`
 NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
 SPARES = 3  # peers that end by themselves are replaced this many times
-
 SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
 
 INTERRUPTED = 130
