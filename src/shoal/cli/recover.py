@@ -18,7 +18,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config, microbatches
 from shoal.core.consensus.override import Refusal, decide
-from shoal.core.messages import Override, Peer, Standing, StandingRequest
+from shoal.core.messages import Override, Peer, Standing, StandingRequest, View
 from shoal.escaping import escaped
 from shoal.launcher import checkpoints, process, rundir
 from shoal.launcher.invites import Office
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
     async def recover() -> int:
         async with operator(config, invite, Office(directory, authority).pass_list()) as (transport, peers):
-            desk = Desk(transport, peers)
+            desk = Desk(transport, peers, config.run.stages)
             standings = await desk.ask(args.wait)
             lost_peers = frozenset(_named(word, standings, labels) for word in args.gone)
             _refuse_running(directory, lost_peers, labels)
@@ -82,10 +82,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Desk:
-    """Asks and tells the peers of a run."""
+    """Asks and tells the peers of a run of so many stages."""
 
-    def __init__(self, transport: Reachable, directory: Directory) -> None:
-        self.transport, self.directory = transport, directory
+    def __init__(self, transport: Reachable, directory: Directory, stages: int) -> None:
+        self.transport, self.directory, self.stages = transport, directory, stages
         self.standings: dict[Peer, Standing] = {}
 
     async def ask(self, wait_s: float) -> dict[Peer, Standing]:
@@ -107,7 +107,7 @@ class Desk:
         members = [member.peer for member in override.view.members]
         listening = asyncio.create_task(self._listen())
         try:
-            until_s = time.monotonic() + RELOAD_S
+            until_s, advice = time.monotonic() + RELOAD_S, ""
             while time.monotonic() < until_s:
                 for peer in members:
                     self.transport.send(peer, override)
@@ -117,15 +117,24 @@ class Desk:
                 if any(view.epoch >= override.view.epoch and view.started for view in views):
                     print("the survivors train again")
                     return True
+                before, advice = advice, self._unserved(views, override.view.epoch)
+                if advice and advice != before:
+                    print(advice, flush=True)
                 if all(view.epoch >= override.view.epoch for view in views) and sys.stderr.isatty():
                     print("the survivors have received it, and load the checkpoint", file=sys.stderr)
         finally:
             listening.cancel()
-        stages = {member.stage for member in override.view.members}
-        print(
-            f"sent, but training has not begun after {RELOAD_S:g} s: {len(stages)} stages have a peer; let others join"
-        )
+        print(f"sent, but training has not begun after {RELOAD_S:g} s{': ' * bool(advice)}{advice}")
         return False
+
+    def _unserved(self, views: list[View], epoch: int) -> str:
+        """What a run waits for whose survivors have received the override and are too few to serve every stage; '' if they are not."""
+        newest = max(views, key=lambda view: (view.epoch, view.number), default=None)
+        if newest is None or newest.epoch < epoch or len(newest.members + newest.joining) >= self.stages:
+            return ""
+        served = {member.stage for member in newest.members + newest.joining}
+        without = ", ".join(str(stage) for stage in range(self.stages) if stage not in served)
+        return f"no peer is left to serve stage {without} (of {self.stages}): training goes on when one more joins, on any machine"
 
     async def _ask_all(self) -> None:
         await self.directory.announce()
