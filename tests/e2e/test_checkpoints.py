@@ -131,7 +131,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(start: Start, tmp_path: Pat
     assert account["saved"] >= 3 and account["unsaved"] == "" and saved(tmp_path)[-1].name == f"step-{account['saved']}"
     assert re.search(r"interrupted: step \d+ is saved before the run ends; Ctrl-C \(again\) ends it at once", said)
     assert f"Step {account['saved']:,} is saved" in said
-    assert "The same command with --resume goes on from there." in said
+    assert re.search(r"To go on from there: shoal run tiny.toml .*--resume\n", said)
     said = end(start("run", *words, f"run.steps={account['saved'] + 2}", "--resume"))
     assert summary(tmp_path)["first_step"] == account["saved"] and summary(tmp_path)["balanced"]
 
@@ -142,7 +142,8 @@ def test_ctrl_c_in_the_middle_of_a_long_step_saves_what_it_began_with(start: Sta
     wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 1)
     launcher.send_signal(signal.SIGINT)
     said = end(launcher, code=130)
-    assert "step 1 is saved before the run ends" in said and "Step 1 is saved. The same command" in said
+    assert "step 1 is saved before the run ends" in said and "Step 1 is saved" in said
+    assert re.search(r"To go on from there: shoal run tiny.toml .*--resume\n", said)
     assert (summary(tmp_path)["steps"], summary(tmp_path)["saved"]) == (1, 1)
 
 

@@ -51,7 +51,7 @@ class Machines:
     def save(self, step: int) -> int:
         """Train until that step or a later one is saved on both machines, and kill everything. Returns the newest that both hold; what
         one of them has made visible since then is removed."""
-        self.train("run.steps=100000")
+        self.train("run.steps=100000", f"checkpoint.every={step}")
         wait_for(lambda: self.host.poll() is not None or max(self.common(), default=0) >= step)
         self.kill()
         newest = max(self.common())
