@@ -228,7 +228,7 @@ class Facts:
         if view.last is not None and view.last.save:
             self.saving.begin(view)
             self.requests.save = False
-        elif view.saved == view.step - 1:
+        elif 0 < view.saved == view.step - 1:
             self.requests.save = False  # what that step began with was saved while it went on
         for peer, heartbeat in list(self.heartbeats.items()):
             self._take_books(peer, heartbeat)

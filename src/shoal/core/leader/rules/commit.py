@@ -68,7 +68,7 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         loss=facts.ledger(view.step).loss(),
         digests=tuple(current.reduced[group[0].peer].digest for group in groups),
         groups=groups,
-        save=(facts.requests.save and facts.saving.published < view.step) or saves(view.step + 1, settings),
+        save=(facts.requests.save and not 0 < facts.saving.published == view.step) or saves(view.step + 1, settings),
         joiners=tuple(peer for group in current.message.joiners for peer in group),
     )
     outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
