@@ -29,7 +29,7 @@ SEND_QUEUES = 4096  # peers and kinds; beyond it the queues that are empty and h
 
 
 class Sender(Generic[Route]):
-    """`put`, `forget` and `pending` are called in the node's thread; everything else in the engine's of the kind."""
+    """`put`, `resume`, `forget` and `pending` are called in the node's thread; everything else in the engine's of the kind."""
 
     def __init__(
         self,
@@ -57,6 +57,13 @@ class Sender(Generic[Route]):
             return False
         self._engines.sender(kind).post(lambda: self._serve(queue))
         return True
+
+    def resume(self, peer: Peer) -> None:
+        """A route to that peer has become known: send what waits for it."""
+        for kind in STREAM_KINDS:
+            queue = self._queues.get((peer, kind))
+            if queue is not None:
+                self._engines.sender(kind).post(partial(self._serve, queue))
 
     def forget(self, peer: Peer) -> None:
         for kind in STREAM_KINDS:

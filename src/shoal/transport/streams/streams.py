@@ -31,7 +31,7 @@ from shoal.transport.streams.presence import Presence
 from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.streams.receiver import Receiver
 from shoal.transport.streams.sender import Sender
-from shoal.transport.streams.unrouted import UnroutedFrames
+from shoal.transport.streams.unrouted import UnroutedPeers
 from shoal.transport.wire import encode
 
 log = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ class StreamTransport(Generic[Route]):
         self._warnings = Warnings(log)
         self._engines = Engines()
         self._receive_queue = ReceiveQueue(on_space=lambda: self._receiver.wake_all())
-        self._unrouted = UnroutedFrames(self._receive_queue)
         self._presence = Presence(self._receive_queue)
         self._admission = Admission()
         self._receiver = Receiver(
             membership, limits, self._engines, self._receive_queue, self._admission, self._presence, self._warnings
         )
         self._sender = Sender(name, membership, carrier, limits, self._engines, self._presence, self._warnings)
+        self._unrouted = UnroutedPeers(self._receive_queue, give_up=self._sender.forget)
         self._listener = Listener(
             name, membership, carrier, self._engines.handshakes, self._admission, self._receiver, self._warnings
         )
@@ -81,8 +81,8 @@ class StreamTransport(Generic[Route]):
         if peer == self.name:
             self._receive_queue.put(Incoming(peer, message, blobs), frame.nbytes)
             return 0
-        if self._carrier.route(peer) is None:
-            return frame.nbytes if self._unrouted.put(peer, frame) else 0
+        if self._carrier.route(peer) is None and not self._unrouted.add(peer):
+            return 0
         if not self._sender.put(peer, frame):
             text = f"too much waits for {peer}: {type(message).__name__} to it is dropped"
             self._warnings.warn("messages dropped", text)
@@ -91,9 +91,8 @@ class StreamTransport(Generic[Route]):
 
     def learned(self, peer: Peer) -> None:
         """The carrier may have a route to that peer now: send what waits for it."""
-        if not self._closed and self._carrier.route(peer) is not None:
-            for frame in self._unrouted.take(peer):
-                self._sender.put(peer, frame)
+        if not self._closed and self._carrier.route(peer) is not None and self._unrouted.remove(peer):
+            self._sender.resume(peer)
 
     async def receive(self) -> Event:
         item = await self._receive_queue.take()
@@ -104,7 +103,7 @@ class StreamTransport(Generic[Route]):
     def forget(self, peer: Peer) -> None:
         self._carrier.forget(peer)
         self._presence.forget(peer)
-        self._unrouted.take(peer)
+        self._unrouted.remove(peer)
         self._receive_queue.drop(lambda item: item.peer == peer)
         self._sender.forget(peer)
         for kind in STREAM_KINDS:
