@@ -25,9 +25,7 @@ NVIDIA = "proc/driver/nvidia/gpus"  # one folder per card
 DRIVERS = {"cuda": ("dev/nvidiactl", "dev/dxg"), "hip": ("dev/kfd",), "xpu": ("dev/dri", "dev/dxg")}
 CPU_LIMIT = "sys/fs/cgroup/cpu.max"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since PyTorch 2.9, and before
-HUGE_PAGES = (
-    "THP_MEM_ALLOC_ENABLE"  # new memory of a CPU tensor above 2 MiB: a copy into it takes 0.6 ns a value instead of 4.5
-)
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # new memory above 2 MiB: a copy into it takes 0.6 ns a value instead of 4.5
 SEGMENTS = "expandable_segments:True"  # or gaps between tensors count against the limit
 # glibc: what a backward frees is used again by the next forward instead of taken from the system, page by page (8 % of the stage's
 # time, quickstart). Threads share one heap, since that of a single thread is returned piece by piece whatever the thresholds say.

@@ -1,7 +1,7 @@
 """Linear layers by oneDNN, on x86 processors of other makers than Intel: MKL, which torch asks, does not use AVX-512 there.
 
 fp32 on a CPU alone; everything else stays torch's own. Sums run in another order than MKL's, so results differ in their last bits, as
-they do between machines (docs/design/2026-11-23-matrix-products.md).
+they do between machines (docs/design/2026-11-23-processor-time.md).
 """
 
 from __future__ import annotations

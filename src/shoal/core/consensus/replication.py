@@ -100,7 +100,7 @@ class Replication:
         if not views.decided_by(alive | new):
             election.step_down(election.term, now)
             return []
-        commands = self._leads(agreed) + (self._again() if views.proposing else [])
+        commands = self._leads(self._everyone(), agreed) + (self._again() if views.proposing else [])
         if self._name not in views.voters()[1] and not views.proposing:
             election.step_down(election.term, now)  # the agreed view removes this peer
         return commands
@@ -135,8 +135,14 @@ class Replication:
                 commands.append(Send(peer, message))
         return commands
 
-    def _leads(self, agreed: bool) -> list[Command]:
-        """Heartbeats to all voters and joiners; to those that have not shown that they follow, with the votes that elected this peer."""
+    def _everyone(self) -> tuple[Peer, ...]:
+        """All voters and joiners but this peer."""
+        assert self._views.view is not None
+        joining = (peer for peer in peers_of(self._views.view.joining) if peer != self._name)
+        return tuple(dict.fromkeys((*self._views.others(), *joining)))
+
+    def _leads(self, receivers: Iterable[Peer], agreed: bool = False) -> list[Command]:
+        """Heartbeats; to those that have not shown that they follow, with the votes that elected this peer."""
         views = self._views
         assert views.entry is not None
         view = views.entry.view
@@ -149,11 +155,9 @@ class Replication:
             proof=views.proof if agreed else None,
         )
         elected = msgspec.structs.replace(lead, votes=self._elected_by)
-        joining = peers_of(view.joining)
-        receivers = dict.fromkeys(views.others() + tuple(peer for peer in joining if peer != self._name))
         return [Send(peer, lead if peer in self._followers else elected) for peer in receivers]
 
     def _prove(self, peer: Peer) -> list[Command]:
         """That peer is in this term and does not follow: the votes that elected this leader were lost on the way."""
         self._followers.discard(peer)
-        return [command for command in self._leads(agreed=False) if isinstance(command, Send) and command.peer == peer]
+        return self._leads((peer,))

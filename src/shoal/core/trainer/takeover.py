@@ -12,7 +12,7 @@ import msgspec
 from shoal.core.messages import Books, Index, Peer, Stage
 
 BOOKS_AGAIN = (
-    8  # BooksRequest is first repeated after min_request_timeout_s / 8: a lost one holds up every microbatch taken over
+    8  # BooksRequest is first repeated after min_request_timeout_s / 8: every microbatch taken over waits for it
 )
 
 

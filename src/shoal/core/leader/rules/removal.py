@@ -19,9 +19,7 @@ from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
-MOVE_AT_ONCE_S = (
-    5.0  # a peer that is to take over a leaver's stage waits no longer for the end of the step: it has a download to do
-)
+MOVE_AT_ONCE_S = 5.0  # who is to take over a leaver's stage waits no longer for the step's end: it has to download
 LEAVE_S = 20.0  # a peer that asks to leave waits no longer for the end of the step, which commit.py prefers: nothing is redone then
 
 
