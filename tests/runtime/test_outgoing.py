@@ -65,5 +65,24 @@ def test_a_result_that_cannot_be_encoded_fails_the_next_hop_as_not_finite(a_runn
     done(held, forward(2))
 
 
+def test_a_result_for_which_there_is_no_memory_fails_the_next_hop_with_that_reason(
+    a_runner: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = a_runner(CODED, 1)
+    held.put("x", torch.randn(2, 8, 16))
+
+    def full(values: torch.Tensor, how: str) -> compress.Code:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compress, "encode", full)
+        done(held, forward(0))
+        with pytest.raises(torch.OutOfMemoryError):
+            held.blob("y0")
+    answer = outcome(held, forward(1))
+    assert isinstance(answer, m.Failed) and not answer.nonfinite and "nothing is left" in answer.reason
+    done(held, forward(2))
+
+
 def _bytes(held: test_task_runner.TaskRunner, name: str) -> torch.Tensor:
     return torch.frombuffer(held.blob(name).data, dtype=torch.uint8)

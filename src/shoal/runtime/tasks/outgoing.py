@@ -40,10 +40,12 @@ class Outgoing:
         self._error: Exception | None = None
 
     def check(self) -> None:
-        """NotFinite: an earlier hop's result could not be encoded."""
+        """NotFinite: an earlier hop's result could not be encoded. Other errors, such as no memory, are raised as they are."""
         error, self._error = self._error, None
-        if error is not None:
+        if isinstance(error, ValueError):
             raise NotFinite(f"what an earlier hop gave could not be sent: {error}") from error
+        if error is not None:
+            raise error
 
     def put(self, tensor: Tensor, how: str) -> Held:
         """`tensor` encoded as `how` says. It must not be written to any more."""
