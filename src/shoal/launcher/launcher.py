@@ -20,7 +20,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.core.leader.rules.removal import LEAVE_S
-from shoal.core.messages import View
+from shoal.core.messages import Peer, View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
@@ -31,6 +31,7 @@ from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.watching import page
 from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
@@ -69,6 +70,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None  # whose lines the peers get
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
+    page: bool = False  # in the browser, beside the terminal
     time_s: float | None = None  # after which the run is saved and ended
     command: str = ""  # that goes on with the run, or takes part again
 
@@ -126,14 +128,14 @@ class Launcher:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (
+                    works = [
                         self._show(terminal),
                         self._start_all(),
                         self._welcome(terminal),
                         self._kill(),
                         self._keep(),
-                        self._limit(),
-                    )
+                    ]
+                    works += [self._limit(), *([page.serve(self.directory, terminal.say)] if self.job.page else [])]
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -354,7 +356,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.remove(child.label)
+        self.watch.remove(child.label, time.monotonic(), well=child.ended is not None and child.ended.ok)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
@@ -461,18 +463,16 @@ class Launcher:
 
     def _write_lists(self) -> None:
         names = {label: peer for peer, label in self.watch.labels.items()}
-        self._output.write_lists(self.crew.addresses, self._locals(), names)
+        self._output.write_lists(self.crew.addresses, self._locals(names), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)
         if self._output.lost:
             self._give_up(self._output.lost)
 
-    def _locals(self) -> rundir.PeersFile:
+    def _locals(self, names: dict[str, Peer]) -> rundir.PeersFile:
         """The contents of peers.json, which `shoal chaos` reads."""
-        standing = self.watch.standing
-        names = {label: peer for peer, label in self.watch.labels.items()}
-        view = self.watch.books.view
+        standing, view = self.watch.standing, self.watch.books.view
         everyone = view.members + view.joining if view is not None else ()
         launcher = identify(os.getpid())
         assert launcher is not None
