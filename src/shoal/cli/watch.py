@@ -6,6 +6,7 @@ dashboard/page serves it. Also of a run that has ended or died.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import secrets
 import socket
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 PORT = 7425
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TOKEN = "page.token"
 
 
@@ -43,13 +43,13 @@ def main(args: argparse.Namespace) -> int:
 
     page.require()
     directory = directory_of(args.run, args.settings)
-    server, address = _server(directory, args.host, args.port)
+    server, address = server_of(directory, args.host, args.port)
     print(f"{directory} is shown at {address}; Ctrl-C ends this, not the run", flush=True)
     asyncio.run(_serve(*server, args.parent))
     return 0
 
 
-def _server(directory: Path, host: str, port: int | None) -> tuple[tuple[uvicorn.Server, socket.socket], str]:
+def server_of(directory: Path, host: str, port: int | None) -> tuple[tuple[uvicorn.Server, socket.socket], str]:
     """What serves the page, and the address to open."""
     import uvicorn
 
@@ -57,9 +57,10 @@ def _server(directory: Path, host: str, port: int | None) -> tuple[tuple[uvicorn
 
     reader = RunReader(directory)
     reader.read()  # what is wrong with the directory is said here
-    local = host in LOOPBACK
-    token = "" if local else _token(directory)
-    app = application(reader.read, lambda: reader.series, token=token, hosts=[*LOOPBACK, "[::1]"] if local else ["*"])
+    local = is_loopback(host)
+    token = "" if local else token_of(directory)
+    hosts = ["localhost", "127.0.0.1", "[::1]", host] if local else ["*"]
+    app = application(reader.read, lambda: reader.series, token=token, hosts=hosts)
     bound = _listen(host, port)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     name = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
@@ -67,6 +68,13 @@ def _server(directory: Path, host: str, port: int | None) -> tuple[tuple[uvicorn
         uvicorn.Server(settings),
         bound,
     ), f"http://{name}:{bound.getsockname()[1]}/{f'?token={token}' if token else ''}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 async def _serve(server: uvicorn.Server, bound: socket.socket, parent: int | None) -> None:
@@ -89,7 +97,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
     raise ValueError(f"{reason}; try another --port")
 
 
-def _token(directory: Path) -> str:
+def token_of(directory: Path) -> str:
     """The page's secret: kept beside the run, so that its address stays the same."""
     path = directory / TOKEN
     try:

@@ -48,7 +48,9 @@ export class Charts {
   build() {
     if (!window.uPlot) return;
     const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-    const value = (_, number) => (number === null || number === undefined ? "–" : short(number));
+    const last = (plot, number, at) => number ?? plot.data[at].at(-1); // of the newest step while nothing is pointed at
+    const shown = (format) => (plot, number, at) => ((number = last(plot, number, at)) === null || number === undefined ? "–" : format(number));
+    const value = shown(short);
     const line = (label, stroke, width, more = {}) => ({ label, stroke: colour(stroke), width, value, points: { show: this.columns.step.length < 3 }, ...more });
     const kinds = [
       [line("loss", "--raw", 1), line("smoothed", "--accent", 2.5)],
@@ -63,9 +65,10 @@ export class Charts {
       padding: [8, 10, 0, 0],
       cursor: { sync: { key: sync.key }, drag: { setScale: true } },
       scales: { x: { time: false }, y: at ? { range: (_, __, high) => [0, (high || 1) * 1.1] } : {} },
-      series: [{ label: this.axis === "time_s" ? "time" : this.axis === "step" ? "step" : "tokens", value: (_, x) => (x === null ? "–" : format(x)) }, ...kinds[at]],
+      series: [{ label: this.axis === "time_s" ? "time" : this.axis === "step" ? "step" : "tokens", value: shown(format) }, ...kinds[at]],
       axes: [{ ...axis, space: 4.5 * size, size: 2 * size, values: (_, ticks) => ticks.map(format) }, { ...axis, size: 3.6 * size, values: (_, ticks) => labels(ticks) }],
     }, data, Object.values(this.places)[at]));
+    this.plots.forEach((plot) => plot.root.setAttribute("aria-hidden", "true")); // described below
     this.describe();
   }
 

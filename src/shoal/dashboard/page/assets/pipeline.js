@@ -34,7 +34,7 @@ export class Pipeline {
   }
 
   stage() {
-    const title = element("span"), rate = element("span"), badge = element("b");
+    const title = element("strong"), rate = element("span"), badge = element("b");
     const parts = { title, rate, badge, inside: element("div", { class: "inside" }), peers: element("ul"), nodes: new Map() };
     parts.forward = arrow("forward");
     parts.back = arrow("back");
@@ -54,28 +54,29 @@ export class Pipeline {
     setData(stage.item, "bottleneck", figures?.bottleneck || null);
     setData(stage.item, "empty", empty || null);
     const inside = [];
-    if (dense) inside.push(summary(peers));
+    if (dense) inside.push(exceptions(peers));
     if (figures?.averaging_Bps) inside.push(`averaging ${bytes(figures.averaging_Bps)}/s`);
     if (figures?.state_Bps) inside.push(`state ${bytes(figures.state_Bps)}/s`);
-    setText(stage.inside, inside.join(" · "));
+    setText(stage.inside, inside.join("\n"));
     const labels = new Set(peers.map((peer) => peer.label));
     for (const [label, node] of stage.nodes) if (!labels.has(label)) { node.remove(); stage.nodes.delete(label); }
     peers.forEach((peer, at) => {
       let node = stage.nodes.get(peer.label);
       if (!node) {
-        node = element("li", { class: "peer" }, element("span", { class: "mark" }), element("span", { class: "label" }), element("span", { class: "leads" }), element("span", { class: "figure" }));
+        node = element("li", { class: "peer" }, element("span", { class: "mark" }), element("span", { class: "label" }), element("span", { class: "star" }), element("span", { class: "figure" }));
         stage.nodes.set(peer.label, node);
       }
       if (stage.peers.children[at] !== node) stage.peers.insertBefore(node, stage.peers.children[at] ?? null);
-      const [mark, label, leads, figure] = node.children;
+      const [mark, label, star, figure] = node.children;
       setData(node, "state", peer.state);
       setData(node, "leads", peer.leading || null);
       setData(mark, "state", peer.state);
       setText(label, peer.label);
-      setText(leads, peer.leading ? "leads" : "");
+      setText(star, peer.leading ? "★" : "");
+      star.hidden = !peer.leading;
       setText(figure, ["gone", "left", "loading"].includes(peer.state) ? peer.state : peer.rate ? `${trimmed(peer.rate)} mb/s` : peer.machine);
-      const words = `${peer.label}: ${peer.state}${peer.leading ? ", leads" : ""}${peer.reason ? `: ${peer.reason}` : ""}`;
-      if (node.title !== words) node.title = words;
+      const words = `${peer.label}, ${peer.state}${peer.leading ? ", leads" : ""}${peer.reason ? `: ${peer.reason}` : ""}`;
+      if (node.title !== words) { node.title = words; star.setAttribute("aria-label", "leads"); star.setAttribute("role", "img"); }
     });
     if (dense) { stage.peers.setAttribute("role", "img"); stage.peers.setAttribute("aria-label", summary(peers)); }
     else { stage.peers.removeAttribute("role"); stage.peers.removeAttribute("aria-label"); }
@@ -92,6 +93,11 @@ export function summary(peers) {
   const counts = new Map();
   for (const peer of peers) counts.set(peer.state, (counts.get(peer.state) ?? 0) + 1);
   return [...counts].map(([state, count]) => `${count} ${state}`).join(", ") || "nobody";
+}
+
+function exceptions(peers) { // how many, and who does not serve
+  const others = peers.filter((peer) => peer.state !== "serving");
+  return `${peers.length} peers${others.length ? `: ${summary(others)}` : ""}`;
 }
 
 function arrow(direction) {
