@@ -13,6 +13,7 @@ from random import Random
 from shoal import config as configuration
 from shoal.config import Config, microbatches
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
+from shoal.dashboard.steplog import StepLog
 from shoal.launcher import rundir
 from shoal.launcher.run_directory import RunDirectory
 from shoal.launcher.watching.watch import Resumed, RunMonitor
@@ -43,7 +44,8 @@ class RecordedRun(contextlib.ExitStack):
         (directory / "logs").mkdir(exist_ok=True)
         replace(directory / "config.toml", configuration.text(self.config).encode())
         self.monitor = RunMonitor(self.config, 0.0, Resumed())
-        self.output = RunDirectory(directory, claim, lambda text: None)
+        log = StepLog(self.config, directory, lambda text: None)
+        self.output = RunDirectory(directory, claim, lambda text: None, log)
         self.callback(self.output.close)
         self.now = 0.0
         self.step_s, self.random = step_s, Random(0)

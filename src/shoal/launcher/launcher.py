@@ -23,6 +23,7 @@ from shoal.core.leader.rules.removal import LEAVE_S
 from shoal.core.messages import Peer, View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
 from shoal.launcher import reach, rundir
@@ -37,7 +38,6 @@ from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
-from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
@@ -86,13 +86,13 @@ class Launcher:
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step
         self.user_error = ""
-        self.interrupted = False
-        self.timed_out = False
+        self.interrupted = self.timed_out = False
         self.ending: asyncio.Task[None] | None = None  # a last checkpoint is being written
         self.spares = SPARES
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
-        self._output = RunDirectory(job.directory, job.claim, self._warn)
+        log = StepLog(job.config, job.directory, self._warn, job.resumed.steps)
+        self._output = RunDirectory(job.directory, job.claim, self._warn, log)
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
@@ -347,7 +347,7 @@ class Launcher:
     # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
-        step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
+        step = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
         if self.watch.failed:

@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.dashboard import plot
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher import rundir
@@ -56,11 +57,11 @@ class StatusFile:
 class RunDirectory:
     """`warn` is called with what the user should know."""
 
-    def __init__(self, path: Path, claim: IO[str], warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, claim: IO[str], warn: Callable[[str], None], log: StepLog) -> None:
         """`claim`: on the directory, by which no second launcher uses it."""
         self.path = path
         self.lost = ""  # why nothing may be written any more: another launcher has the directory
-        self._claim, self._warn = claim, warn
+        self._claim, self._warn, self._log = claim, warn, log
         self._founding, self._identity = rundir.founding(path), rundir.identity(path)
         self._files = OutputFiles(path, warn)
         self._unmakeable = ""  # why it could not be made again, as last warned of
@@ -69,10 +70,12 @@ class RunDirectory:
 
     def commit(self, step: CommittedStep) -> None:
         self._files.commit(step)
+        self._log.add(step)
 
     def write_status(self, snapshot: Snapshot, now: float) -> None:
         self._status.write(snapshot, now)
         self._files.flush()
+        self._log.flush(snapshot)
 
     def write_lists(self, addresses: tuple[str, ...], peers: rundir.PeersFile, names: dict[str, Peer]) -> None:
         """For joiners, for `shoal chaos`, and for commands that name peers. Only what has changed is written."""
@@ -106,3 +109,4 @@ class RunDirectory:
 
     def close(self) -> None:
         self._files.close()
+        self._log.close()

@@ -181,7 +181,7 @@ def _phase(reading: Reading) -> str:
         return "dead"
     if snapshot.stopped:
         return "stopped"
-    return "running" if not snapshot.state else "starting"
+    return "starting" if snapshot.state and snapshot.stages else "running"
 
 
 def _rates(line: PeerLine, before: PeerLine | None, passed_s: float) -> tuple[Traffic, float]:

@@ -29,6 +29,7 @@ function receive(update) {
   connected = true;
   showHead();
   showFigures(peers);
+  for (const part of ["#pipeline", "#peers", "#traffic"]) $(part).hidden = !state.stages.length; // a machine alone has none
   pipeline.show(state, peers);
   setText($("#survives"), state.survives ? `The run ${state.survives}.` : "");
   charts.predict(state.forecast?.tokens_per_s ?? null);
@@ -82,7 +83,7 @@ function showFigures(peers) {
     ["tokens/s", state.tokens_per_s ? short(state.tokens_per_s) : "–", state.forecast ? `${short(state.forecast.tokens_per_s)} predicted` : "last 20 steps"],
     ["tokens", short(tokens), `${short(state.tokens_per_step)} per step`],
     state.remaining_s === null ? ["trained for", duration(state.elapsed_s), "this session"] : ["time to go", duration(state.remaining_s), `${duration(state.elapsed_s)} so far`],
-    ["peers", String(living.length), summary(living)],
+    ...(state.stages.length ? [["peers", String(living.length), summary(living)]] : []),
     ["redone", whole(redone), redone && state.account.issued ? `${((100 * redone) / (state.account.issued * state.stages.length || 1)).toFixed(2)} % of the work` : "no work was lost"],
   ];
   const list = $("#figures dl");
