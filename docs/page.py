@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PICTURE)
     parser.add_argument("--size", choices=SIZES, default="laptop")
     parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--seconds", type=float, default=12.0, help="until the picture: bytes a second are measured over 10 s")
     args = parser.parse_args()
     (server, bound), address = watch.server_of(args.run, "127.0.0.1", 0)
     threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
@@ -32,7 +33,7 @@ def main() -> None:
         page = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         page.goto(address)
         page.wait_for_selector("#rate canvas")
-        page.wait_for_timeout(12_000)  # bytes per second are measured over 10 s
+        page.wait_for_timeout(args.seconds * 1000)
         page.screenshot(path=args.out)
         chromium.close()
     server.should_exit = True
