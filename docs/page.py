@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PICTURE)
     parser.add_argument("--size", choices=SIZES, default="laptop")
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--seconds", type=float, default=12.0, help="until the picture: bytes a second are measured over 10 s")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="until the picture: bytes a second are measured over 10 s"
+    )
     args = parser.parse_args()
     (server, bound), address = watch.server_of(args.run, "127.0.0.1", 0)
     threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()

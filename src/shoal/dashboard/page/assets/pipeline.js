@@ -80,8 +80,7 @@ export class Pipeline {
       const words = `${peer.label}, ${peer.state}${peer.leading ? ", leads" : ""}${peer.reason ? `: ${peer.reason}` : ""}`;
       if (node.title !== words) { node.title = words; star.setAttribute("aria-label", "leads"); star.setAttribute("role", "img"); }
     });
-    if (dense) { stage.peers.setAttribute("role", "img"); stage.peers.setAttribute("aria-label", summary(peers)); }
-    else { stage.peers.removeAttribute("role"); stage.peers.removeAttribute("aria-label"); }
+    stage.peers.setAttribute("aria-hidden", dense); // the line above says how many; the table has each
   }
 
   flow(wire, Bps, most) {
