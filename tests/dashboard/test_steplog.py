@@ -1,4 +1,4 @@
-"""`log.to`: what each tool gets of a run, also offline, after a resume, and when a sink fails; it never disturbs the run."""
+"""`run.log_to`: what each tool gets of a run, also offline, after a resume, and when a sink fails; it never disturbs the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def logged(directory: Path, *to: str, steps: int = 5) -> None:
-    with RecordedRun(directory, settings=[f"log.to={json.dumps(to)}"]) as run:
+    with RecordedRun(directory, settings=[f"run.log_to={json.dumps(to)}"]) as run:
         for _ in range(steps):
             run.tick(2.0)
         run.output.close()
@@ -112,7 +112,7 @@ def test_a_sink_that_fails_is_left_out_and_said_once(tmp_path: Path, monkeypatch
             raise AssertionError("it is not used any more")
 
     monkeypatch.setitem(steplog.SINKS, "tensorboard", Broken)
-    config = configuration.load(None, ['log.to=["tensorboard", "jsonl"]'])
+    config = configuration.load(None, ['run.log_to=["tensorboard", "jsonl"]'])
     warnings: list[str] = []
     log = StepLog(config, tmp_path, warnings.append)
     for step in range(3):
@@ -125,7 +125,7 @@ def test_a_sink_that_fails_is_left_out_and_said_once(tmp_path: Path, monkeypatch
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
-    config = configuration.load(None, ['log.to=["jsonl"]'])
+    config = configuration.load(None, ['run.log_to=["jsonl"]'])
     log = StepLog(config, tmp_path, print, before=[a_step(0, 10.0), a_step(1, 13.0)])
     log.add(a_step(2, 14.0))
     peers = (
@@ -141,11 +141,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 
 def test_a_package_that_is_missing_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(steplog.PACKAGES, "wandb", "no_such_package")
-    config = configuration.load(None, ['log.to=["jsonl", "wandb"]'])
+    config = configuration.load(None, ['run.log_to=["jsonl", "wandb"]'])
     assert list(steplog.missing(config)) == [
-        "log.to has 'wandb', and no_such_package is not installed; try: pip install 'shoal[wandb]'"
+        "run.log_to has 'wandb', and no_such_package is not installed; try: pip install 'shoal[wandb]'"
     ]
 
 
 def test_where_figures_go_is_each_machines_own_matter() -> None:
-    assert "log.to" in MACHINE
+    assert "run.log_to" in MACHINE

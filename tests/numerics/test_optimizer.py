@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.config import Train
-from shoal.numerics import optimizer
+from shoal.numerics import optimizer, schedule
 from shoal.numerics.optimizer import (
     NORM_VALUES,
     AdamW,
@@ -130,7 +130,7 @@ def test_powers_and_cosines_are_those_of_the_c_library_but_for_rounding() -> Non
         [0.95, 0.95**2, 0.95**7, 0.95**1000]
     )
     turns = [index / 100 for index in range(101)]
-    assert [optimizer._cosine(x) for x in turns] == pytest.approx([math.cos(math.pi * x) for x in turns], abs=1e-15)
+    assert [schedule._cosine(x) for x in turns] == pytest.approx([math.cos(math.pi * x) for x in turns], abs=1e-15)
 
 
 def test_the_norm_is_summed_in_double_precision() -> None:

@@ -85,6 +85,10 @@ class Run(Section, frozen=True):
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
     ] = 1 << 28
+    log_to: Annotated[
+        tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
+        Meta(description='The launcher also writes each step\'s figures to these, such as ["jsonl", "tensorboard"].'),
+    ] = ()
     averaging_memory_bytes: Annotated[
         int,
         Meta(

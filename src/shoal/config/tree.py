@@ -11,7 +11,6 @@ from shoal.config import checkpoint, data, device, model, network, run, train
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
 from shoal.config.device import Device
-from shoal.config.log import Log
 from shoal.config.model import Model
 from shoal.config.network import Network
 from shoal.config.plan import Plan
@@ -31,7 +30,6 @@ class Config(Section, frozen=True):
     device: Device = Device()
     checkpoint: Checkpoint = Checkpoint()
     plan: Plan = Plan()
-    log: Log = Log()
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A run's figures by step, from its committed steps: the one table behind the page's charts, `/metrics` and `log.to`."""
+"""A run's figures by step, from its committed steps: the one table behind the page's charts, `/metrics` and `run.log_to`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`log.to`: the figures of each committed step, for the tools that people have: JSON lines, TensorBoard, Weights & Biases.
+"""`run.log_to`: the figures of each committed step, for the tools that people have: JSON lines, TensorBoard, Weights & Biases.
 
 A sink is anything with `write` and `close`. Sinks work in a thread of their own: a slow disk or a service that does not answer keeps
 nobody waiting, and one that fails is left out from then on, which is said once.
@@ -42,11 +42,11 @@ class Sink(Protocol):
 
 
 def missing(config: Config) -> Iterator[str]:
-    """What log.to needs and is not installed."""
-    for name in config.log.to:
+    """What run.log_to needs and is not installed."""
+    for name in config.run.log_to:
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            yield f"log.to has {name!r}, and {package} is not installed; try: pip install 'shoal[{name}]'"
+            yield f"run.log_to has {name!r}, and {package} is not installed; try: pip install 'shoal[{name}]'"
 
 
 class StepLog:
@@ -62,7 +62,7 @@ class StepLog:
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._waiting: queue.Queue[tuple[int, Figures] | None] = queue.Queue(WAITING_MOST)
         self._thread = threading.Thread(target=self._work, args=(config, directory), name="log", daemon=True)
-        if config.log.to:
+        if config.run.log_to:
             self._thread.start()
 
     def add(self, step: CommittedStep) -> None:
@@ -76,7 +76,9 @@ class StepLog:
             try:
                 self._waiting.put_nowait((figures.step, named(figures, snapshot)))
             except queue.Full:
-                self._problems.put(f"log.to: step {figures.step} is left out, {WAITING_MOST} steps wait to be written")
+                self._problems.put(
+                    f"run.log_to: step {figures.step} is left out, {WAITING_MOST} steps wait to be written"
+                )
         self._new.clear()
         self._say()
 
@@ -93,7 +95,7 @@ class StepLog:
 
     def _work(self, config: Config, directory: Path) -> None:
         sinks: dict[str, Sink] = {}
-        for name in config.log.to:
+        for name in config.run.log_to:
             self._try(name, partial(_open, sinks, name, config, directory))
         while (item := self._waiting.get()) is not None:
             step, figures = item
@@ -107,7 +109,9 @@ class StepLog:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - of another project's code, whatever it is: training goes on
-            self._problems.put(f"log.to: nothing more is written to {name}: {escaped(' '.join(str(error).split()))}")
+            self._problems.put(
+                f"run.log_to: nothing more is written to {name}: {escaped(' '.join(str(error).split()))}"
+            )
             return False
         return True
 
