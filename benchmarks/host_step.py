@@ -37,8 +37,8 @@ SETTINGS = (
 )
 STAGE = 1.75e9  # parameters of the target: 2 s on 8 cores
 TARGET_S, CORES = 2.0, 8
-# Bytes of a parameter that no code of fp32 can leave in place: Cut copies 8, Add of half of them reads and writes 6, Gather copies 8 and reads
-# them for the norm and the digest (8), AdamW reads 16 and writes 12.
+# Bytes of a parameter that no code of fp32 can leave in place: Cut copies 8, Add of half of them reads and writes 6, Gather copies 8 and
+# reads them for the norm and the digest (8), AdamW reads 16 and writes 12.
 MOVED_BYTES = 8 + 6 + 16 + 28
 COPIED_VALUES = 1 << 28  # 1 GiB
 
@@ -61,7 +61,10 @@ def main() -> None:
         copied[threads] = row.pop("copy")[0]
         rows[threads] = row
         cells = "  ".join(f"{name} {wall:.2f} ({cpu:.2f})" for name, (wall, cpu) in row.items())
-        print(f"{threads} threads, copies {copied[threads]:.1f} GB/s, s per billion parameters (of processor time): {cells}", flush=True)
+        print(
+            f"{threads} threads, copies {copied[threads]:.1f} GB/s, s per billion parameters (of processor time): {cells}",
+            flush=True,
+        )
     walls = {threads: round(sum(wall for wall, _ in row.values()), 3) for threads, row in rows.items()}
     most = max(walls, key=int)
     few = min(walls, key=int)

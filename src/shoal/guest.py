@@ -40,6 +40,7 @@ RUN = frozenset(
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
     plan.allow
+    device.emulated_values
     """.split()
 )
 # Never from an invite: each machine decides.
@@ -49,7 +50,7 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations device.compile
+    device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
     device.machine device.threads
     """.split()
 )
@@ -138,14 +139,14 @@ def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """The configuration of a visitor, who does not join: names of files stay as in the invite and are not looked up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
-        if path not in ADAPTABLE and path.partition(".")[0] != "device":
+        if path in RUN or (path not in ADAPTABLE and path.partition(".")[0] != "device"):
             allowed = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
             raise ValueError(
                 f"{path} is the same for all peers of a run; a joining machine may set device.*, {allowed}"
             )
     _refuse_local(tree)
     try:
-        config = from_tree(overridden(_without_place(tree), overrides))
+        config = from_tree(overridden(_emulated(_without_place(tree)), overrides))
     except ValueError as error:
         with_own = " with the settings given here" if overrides else ""
         raise ValueError(f"this invite{with_own} makes no run: {error}") from None
@@ -284,6 +285,11 @@ def _refuse_local(tree: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"this invite sets {section}.{field}, which every machine decides for itself; it was not made by `shoal invite`"
                 )
+
+
+def _emulated(tree: dict[str, Any]) -> dict[str, Any]:
+    """A run whose invite states the size of emulated boundary tensors has no other peers."""
+    return {**tree, "device": {"executor": "emulated", **tree["device"]}} if tree.get("device") else tree
 
 
 def _without_place(tree: Mapping[str, Any]) -> dict[str, Any]:

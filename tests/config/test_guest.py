@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shoal import build, guest
-from shoal.config import Config, from_tree, to_tree
+from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.runtime.data.dataset import open_dataset
 
@@ -60,6 +60,17 @@ def test_a_run_on_pythons_own_library_needs_no_files() -> None:
 def test_what_was_not_allowed_is_refused_with_the_way_to_allow_it(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         guest.joined(invite_tree(**sections), [])
+
+
+def test_the_size_of_emulated_tensors_is_the_runs() -> None:
+    config = overridden(to_tree(Config()), [*EMULATED, "device.emulated_values=64"])
+    told = guest.invite_settings(from_tree(config), config, to_tree(Config()))
+    assert told == {"device": {"emulated_values": 64}}
+    text = invite_tree(**told)
+    assert guest.visitor(text, []).device.executor == "emulated"
+    assert guest.joined(text, []).device.emulated_values == 64
+    with pytest.raises(ValueError, match=r"device\.emulated_values is the same for all peers of a run"):
+        guest.joined(text, [*EMULATED, "device.emulated_values=7"])
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "~/x", "../x", "a/../../x", "a\\..\\x", "a\nb", "**/**/**", "x" * 300])
