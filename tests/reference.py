@@ -9,6 +9,7 @@ rounded by itself as in a run. `follow` adds as the ledger says and must end wit
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,10 +91,10 @@ class OneProcess:
         self.microbatches = microbatches(config.train)
         self.parts = self.microbatches  # whose mean losses one optimizer step takes
         self.model = stages.whole(config)
-        self.parameters: Tensors = dict(self.model.named_parameters())
-        self.names = [
-            [name for name, _ in stages.build(config, stage).named_parameters()] for stage in range(config.run.stages)
-        ]
+        self.parameters: Tensors = {name: v for name, v in self.model.named_parameters() if v.requires_grad}
+        parts = [stages.build(config, stage) for stage in range(config.run.stages)]
+        self.names = [[name for name, _ in part.named_parameters()] for part in parts]
+        self.frozen = [_digest_of_bytes(part.frozen()) for part in parts]
         assert sorted(name for names in self.names for name in names) == sorted(self.parameters), (
             "the stages do not make the whole model"
         )
@@ -132,7 +133,9 @@ class OneProcess:
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
-        return digest_of(self.parameters[name] for name in self.names[stage])
+        trained = digest_of(self.parameters[name] for name in self.names[stage])
+        frozen = self.frozen[stage]
+        return hashlib.sha256(f"{frozen}{trained}".encode()).hexdigest() if frozen else trained
 
     def state(self) -> Tensors:
         """Parameters and moments, named as in a checkpoint's stages."""
@@ -174,6 +177,10 @@ class OneProcess:
         parts = flat.split([self.parameters[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             self.parameters[name].grad = part.view_as(self.parameters[name])
+
+
+def _digest_of_bytes(values: Sequence[Tensor]) -> str:
+    return digest_of(value.view(torch.uint8) for value in values) if values else ""
 
 
 class ApartAndBack(OneProcess):

@@ -12,8 +12,8 @@ import pytest
 
 from shoal import config
 from shoal.cli import main as program
-from shoal.cli.generate import checkpoint
 from shoal.config.describe import keys
+from shoal.launcher.saved import checkpoint
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ COMMANDS = {
     "revoke": "revoke an invite or a peer of a run",
     "join": "take part in a run with an invite",
     "status": "show the state of a run",
+    "export": "write a run's adapters for PEFT, or merged into their base model",
     "generate": "sample text from a checkpoint",
     "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",
     "plan": "choose how to run a model on given machines; predict its speed and what limits it",

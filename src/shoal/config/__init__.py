@@ -17,6 +17,7 @@ from shoal.config.reading import from_tree, load, overridden, validate
 from shoal.config.run import Run
 from shoal.config.train import Train, microbatches
 from shoal.config.tree import Config, to_tree
+from shoal.config.tune import Tune
 
 __all__ = [
     "ROUND_COPIES",
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Run",
     "Train",
+    "Tune",
     "from_tree",
     "load",
     "local_batch",

@@ -37,6 +37,11 @@ class Executor(Protocol):
     length: int  # values in `sum`
 
     @property
+    def base(self) -> str:
+        """Digest of the weights that are not trained, the same at every replica; '' if there are none."""
+        ...
+
+    @property
     def sum(self) -> Tensor:
         """(length,) fp32: gradients of this step so far, parameters in order."""
         ...
@@ -76,7 +81,7 @@ class Executor(Protocol):
         ...
 
     def digest(self) -> str:
-        """`digest_of` the parameters in order."""
+        """`digest_of` the parameters in order, and of what is not trained."""
         ...
 
     def refresh(self) -> None:

@@ -70,6 +70,10 @@ class Delayed:
         self._sums: dict[int, Tensor] = {}  # of other steps, (length,) fp32
 
     @property
+    def base(self) -> str:
+        return self._inner.base
+
+    @property
     def sum(self) -> Tensor:
         """Gradients so far of the selected step."""
         return (

@@ -20,6 +20,8 @@ from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
 class Emulated:
     """See base.Executor. `sleep` is replaced in tests."""
 
+    base = ""
+
     def __init__(self, config: Config, stage: int, sleep: Callable[[float], None] = time.sleep) -> None:
         self._first = stage == 0
         self._last = stage == config.run.stages - 1

@@ -50,7 +50,12 @@ def check_stage(config: Config, stage: int) -> None:
 
 def stage_bytes(stage: Stage, config: Config) -> int:
     """Device bytes of a resident stage besides its activations."""
-    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments) + frozen_bytes(stage)
+
+
+def frozen_bytes(stage: Stage) -> int:
+    """Of the weights that are not trained."""
+    return sum(value.nbytes for value in stage.frozen())
 
 
 def advice(config: Config, stage: int) -> str:

@@ -62,6 +62,10 @@ class LocalSteps:
         self._booked = self._waiting = 0  # microbatches of this round; those not applied yet
 
     @property
+    def base(self) -> str:
+        return self._inner.base
+
+    @property
     def sum(self) -> Tensor:
         """Gradients since the last local step."""
         return self._inner.sum

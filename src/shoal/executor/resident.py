@@ -7,13 +7,14 @@ parameters. Gradients are added in fp32 in either case.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, NotFinite, out_of_memory
+from shoal.executor.base import DTYPES, NotFinite, digest_of, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
@@ -43,6 +44,8 @@ class Resident:
         self.sum = torch.zeros(self.length, dtype=torch.float32, device=self._device)
         self._sums = self._master.views(self.sum)
         self.graphs = Graphs(stage, config)
+        frozen = stage.frozen()
+        self.base = digest_of(value.view(torch.uint8) for value in frozen) if frozen else ""
 
     def forward(self, x: Tensor) -> Tensor:
         xs = torch.split(self._input(x), self._slice)
@@ -117,7 +120,8 @@ class Resident:
         self.refresh()
 
     def digest(self) -> str:
-        return self._master.digest()
+        digest = self._master.digest()
+        return hashlib.sha256(f"{self.base}{digest}".encode()).hexdigest() if self.base else digest
 
     def refresh(self) -> None:
         """Round the fp32 parameters into the copies to compute with."""

@@ -27,7 +27,11 @@ class Stage(Protocol):
     vocabulary: int | None  # tokens must be below it; None = the model takes no token ids
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters, named as in the whole model, each once, in the whole model's order."""
+        """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""
+        ...
+
+    def frozen(self) -> list[Tensor]:
+        """Own parameters that are not trained, in the dtype to compute with."""
         ...
 
     def forward(self, x: Tensor) -> Tensor:

@@ -56,8 +56,11 @@ def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int,
             owner._init_weights(module)
 
 
+@torch.no_grad()
 def load(model: PreTrainedModel, source: str) -> None:
-    """Read the parameters present in `model`, and no others, from a directory of safetensors shards. ValueError: one is missing."""
+    """Read the parameters present in `model` that are trained, and no others, from a directory of safetensors shards.
+
+    ValueError: one is missing."""
     from safetensors import safe_open
 
     shards = shard_of(source)
@@ -72,7 +75,7 @@ def load(model: PreTrainedModel, source: str) -> None:
             tensor: Tensor = files[shards[name]].get_tensor(name)
             return tensor
 
-        missing = dict(model.named_parameters())
+        missing = {name: value for name, value in model.named_parameters() if value.requires_grad}
         for name in [name for name in missing if name in shards]:
             _fill(missing.pop(name), read(name), f"{source}/{shards[name]}: {name}")
         for name, tensor in _converted(model, list(shards), missing, read):

@@ -39,6 +39,8 @@ class Swapping:
     """See base.Executor. Results are on the host. `sum` is read-only and another tensor after each backward: a failing microbatch
     must leave it unchanged, and may fail when some groups have been added."""
 
+    base = ""
+
     def __init__(
         self, stage: Stage, config: Config, streams: Streams | None = None, schedule: Schedule | None = None
     ) -> None:

@@ -116,7 +116,7 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes
+    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes + stage.frozen_bytes
     stepping_bytes = optimizer.stepping_bytes(stage)
 
     def peak_bytes(checkpointing: bool) -> float:

@@ -67,7 +67,9 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         if stage < 0:
             return 0.0
         recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
-        flops = (FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed) * work[stage].flops
+        flops = work[stage].flops
+        if direction == BACKWARD:
+            flops = work[stage].back_flops + recomputed * flops
         if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
             flops += work[stage].block_flops
         compute_s = flops / devices[device].flops + codec_s
