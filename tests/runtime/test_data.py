@@ -171,9 +171,13 @@ class Reading:
         self.texts = texts
         self.opened: list[int] = []
 
-    def __call__(self, first: int) -> Iterator[bytes]:
+    def __call__(self, first: int) -> Iterator[tokenizer.Tokens]:
         self.opened.append(first)
-        return iter(self.texts[first:])
+        return map(a_document, self.texts[first:])
+
+
+def a_document(text: bytes) -> tokenizer.Tokens:
+    return tokenizer.encode_document(tokenizer.ByteTokenizer(), text)
 
 
 def a_stream(
@@ -181,7 +185,7 @@ def a_stream(
 ) -> tuple[sampling.StreamedSamples, Reading]:
     monkeypatch.setattr(sampling, "BLOCK_TOKENS", 1)  # 64 samples, the least
     reading = Reading(texts)
-    return sampling.StreamedSamples(reading, tokenizer.ByteTokenizer(), sequence, 1, "fake"), reading
+    return sampling.StreamedSamples(reading, sequence, 1, "fake", "fake"), reading
 
 
 def test_a_stream_gives_every_sample_of_the_corpus_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,13 +215,13 @@ def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = a_stream(monkeypatch, texts)
     calls = 0
 
-    def broken(first: int) -> Iterator[bytes]:
+    def broken(first: int) -> Iterator[tokenizer.Tokens]:
         nonlocal calls
         calls += 1
         for number, text in enumerate(texts[first:]):
             if calls == 1 and number == 7:
                 raise OSError("connection reset")
-            yield text
+            yield a_document(text)
 
     held._documents = broken
     assert held.sample(0).tolist() == whole.sample(0).tolist()

@@ -36,7 +36,7 @@ def problems(config: Config) -> Iterator[str]:
     """Which settings do not fit together, in words. Bounds of single settings are checked before (reading.py)."""
     yield from model.problems(config.model, config.run, config.data, config.device)
     yield from run.problems(config.run)
-    yield from data.problems(config.data)
+    yield from data.problems(config.data, config.train, config.plan)
     yield from train.problems(config.train, config.run, config.plan)
     yield from device.problems(config.device, config.run, config.train)
     yield from network.problems(config.network, config.model, config.train, config.data, config.device)

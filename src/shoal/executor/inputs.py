@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.model.cut import Stage
+from shoal.model.cut import Stage, plain
 
 PIECE = 1 << 14  # values, whose fp32 copy stays in the cache
 
@@ -42,7 +42,7 @@ def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | No
         return
     if tokens is None:
         raise ValueError("the last stage runs back from the tokens, and there are none")
-    check_tokens(stage, tokens)
+    check_tokens(stage, plain(tokens))
     if x.shape[:2] != (tokens.shape[0], tokens.shape[1] - 1):
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
 
