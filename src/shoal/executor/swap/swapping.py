@@ -162,7 +162,8 @@ class Swapping:
 
     def backward_batch(self, batch: Sequence[Tensor]) -> list[float]:
         """`backward` of microbatches of tokens (B, L+1) in a model of one stage. Returns their mean losses."""
-        slices = [part for tokens in batch for part in cut(self._slice, inputs(tokens), None, tokens)]
+        with memory.host():
+            slices = [part for tokens in batch for part in cut(self._slice, inputs(tokens), None, tokens)]
         results = self.backward_many(*zip(*slices, strict=True))
         slices_per_microbatch = len(results) // len(batch)
         losses = [
