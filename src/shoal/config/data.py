@@ -47,6 +47,13 @@ class Data(Section, frozen=True):
             description="A row that cannot be trained on ends the run before it starts, or is skipped with a warning."
         ),
     ] = "refuse"
+    weights: Annotated[
+        dict[str, Annotated[float, Meta(gt=0, le=1e6)]],
+        Meta(
+            description="Samples come in these proportions from the files below these names in data.path, such as {chats = 3, code = 1};"
+            " {} is all files as one corpus."
+        ),
+    ] = {}
     split: Annotated[str, Meta(description="This split of a Hugging Face data set is read.")] = "train"
     tokenizer: Annotated[
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
@@ -74,6 +81,8 @@ def field_of(data: Data) -> str:
 def problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
     if data.source != "python" and not data.path:
         yield f"data.path is empty, but data.source = {data.source!r} reads it; name a {_PATH_OF[data.source]}"
+    if data.weights and data.source not in ("text", "jsonl"):
+        yield f"data.weights names files, and data.source = {data.source!r} has none to choose from; try data.weights={{}}"
     if data.format == "text":
         yield from without_effect(data, "data", ["packing"], "text is always packed")
     else:

@@ -29,7 +29,7 @@ from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
-from shoal.runtime.data.corpus import Corpus, open_corpus
+from shoal.runtime.data.corpus import Corpus, open_corpus, parts
 from shoal.runtime.data.rows import WrongRow, checked, parsed
 from shoal.transport.addresses import listening
 from shoal.units import size
@@ -71,6 +71,8 @@ def data(settings: Data) -> Iterator[str]:
         return
     try:
         corpus = open_corpus(settings)
+        if settings.weights:
+            parts(corpus, settings.weights)
         total_bytes = sum(file.stat().st_size for file in corpus.files)
         if not total_bytes:
             yield f"data.path = {settings.path!r}: {_counted(corpus)} and no text in it; name files that hold some"

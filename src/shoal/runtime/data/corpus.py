@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import os
 import platform
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -62,6 +64,25 @@ def open_corpus(data: Data) -> Corpus:
     if data.root:
         guest.refuse_outside(data.root, files, "data.path")
     return Corpus(f"{data.source} files at {data.path}", root, files, data.source == "jsonl")
+
+
+def parts(corpus: Corpus, names: Collection[str]) -> list[Corpus]:
+    """The files below each of these names. ValueError: a file below none or several, or a name with no files."""
+    held: dict[str, list[Path]] = {name: [] for name in names}
+    for file in corpus.files:
+        path = file.relative_to(corpus.root)
+        below = [name for name in names if path.is_relative_to(name)]
+        if len(below) != 1:
+            raise ValueError(
+                f"data.weights: {path} is below {' and '.join(map(repr, below)) or 'none of its names'}; it must be below one"
+            )
+        held[below[0]].append(file)
+    if empty := next((name for name in names if not held[name]), ""):
+        raise ValueError(f"data.weights: no file of data.path is below {empty!r}; names are relative to {corpus.root}")
+    return [
+        msgspec.structs.replace(corpus, name=f"{corpus.name}, {name}", files=tuple(files))
+        for name, files in held.items()
+    ]
 
 
 def _files(path: str, suffix: str, within: str = "") -> tuple[Path, tuple[Path, ...]]:
@@ -133,20 +154,37 @@ def read_tokens(corpus: Corpus, rows: Rows, cache: Path | None) -> Stock:
         return Stock(np.frombuffer(held, dtype=rows.dtype), digest, rows.skipped)
     place = cache / f"{_cache_key(corpus, rows)}.tokens"
     note = place.with_suffix(".sha256")
-    if not note.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            try:
-                digest = _write_tokens(corpus, rows, file.write)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, place)  # peers that start together write the same bytes: any of them may be last
-        _write_whole(note, f"{digest} {rows.skipped}".encode())
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache):  # peers that start together wait for the first, which writes
+        if not note.exists():
+            _write_cache(corpus, rows, place, note)
     digest, skipped = note.read_text().split()
     empty = place.stat().st_size == 0
     tokens = np.empty(0, dtype=rows.dtype) if empty else np.memmap(place, dtype=rows.dtype, mode="r")
     return Stock(tokens, digest, int(skipped))
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else on this machine writes to that cache meanwhile; a process that dies no longer does."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: each writes the same bytes, and any of them may be last
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _write_cache(corpus: Corpus, rows: Rows, place: Path, note: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        try:
+            digest = _write_tokens(corpus, rows, file.write)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.replace(file.name, place)
+    _write_whole(note, f"{digest} {rows.skipped}".encode())
 
 
 def _write_whole(path: Path, text: bytes) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from shoal.config import Config, Data, Train, microbatches
-from shoal.runtime.data.corpus import open_corpus, read_tokens
+from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
 from shoal.runtime.data.rows import Rows
-from shoal.runtime.data.sampling import PackedSamples, Samples, StreamedSamples
-from shoal.runtime.data.tokenizer import Tokens, open_tokenizer
+from shoal.runtime.data.sampling import MixedSamples, PackedSamples, Samples, StreamedSamples
+from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
 
 
 class Dataset:
@@ -65,16 +65,19 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
             f"data.format = 'chat', but data.tokenizer = {config.data.tokenizer!r} has no chat template; put a chat_template.jinja"
             " beside its files, or name the tokenizer of a model made for chats"
         )
-    rows = Rows(config.data, tokenizer)
     if config.data.source == "huggingface":
-        return Dataset(_streamed(config.data, rows, config.run.seed), config.train)
-    corpus = open_corpus(config.data)
-    stock = read_tokens(corpus, rows, cache)
+        return Dataset(_streamed(config.data, Rows(config.data, tokenizer), config.run.seed), config.train)
+    corpus, weights = open_corpus(config.data), config.data.weights
+    samples = [_packed(part, config, tokenizer, cache) for part in (parts(corpus, weights) if weights else [corpus])]
+    return Dataset(MixedSamples(samples, weights, config.run.seed) if weights else samples[0], config.train)
+
+
+def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | None) -> PackedSamples:
+    stock = read_tokens(corpus, Rows(config.data, tokenizer), cache)
     note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens, sha256 {stock.digest[:16]}"
     if stock.skipped:
         note += f"; {stock.skipped} wrong rows skipped"
-    samples = PackedSamples(stock.tokens, config.data.sequence, config.run.seed, stock.digest, note)
-    return Dataset(samples, config.train)
+    return PackedSamples(stock.tokens, config.data.sequence, config.run.seed, stock.digest, note)
 
 
 def vocabulary(config: Config) -> int:

@@ -7,7 +7,10 @@ own. A stream is read block by block and shuffled within a block, since it canno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +22,7 @@ Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Documents = Callable[[int], Iterator[Tokens]]  # tokens of the documents from that number on
 
 BLOCK_TOKENS = 1 << 20  # a streamed corpus is shuffled within blocks of so many: 8 MiB in memory, seconds to tokenise
+MIX = 1000  # consecutive samples in which each of several corpora has its share
 STREAM_BLOCKS = 2  # kept in memory: consecutive steps can need two blocks
 
 
@@ -46,6 +50,40 @@ class PackedSamples:
         epoch, position = divmod(i, self.count)
         start = permuted(position, self.count, (self._seed, epoch)) * self._sequence
         return self._tokens[start : start + self._sequence + 1].astype(np.int64)
+
+
+class MixedSamples:
+    """Several corpora: of every MIX consecutive samples each gives as many as its weight asks for, in an order drawn from the seed. Each
+    has epochs of its own."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Mapping[str, float], seed: int) -> None:
+        self._parts = parts
+        self._counts = _shares(weights)
+        self._starts = list(accumulate(self._counts, initial=0))
+        self._seed = seed
+        given = [(part.digest, count) for part, count in zip(parts, self._counts, strict=True)]
+        self.digest = hashlib.sha256(repr(given).encode()).hexdigest()
+        shares = (f"{count / MIX:.1%} {part.describe}" for part, count in zip(parts, self._counts, strict=True))
+        self.describe = "; ".join(shares)
+
+    def sample(self, i: int) -> Tokens:
+        block, offset = divmod(i, MIX)
+        place = permuted(offset, MIX, (self._seed, block, len(self._parts)))
+        at = bisect_right(self._starts, place) - 1
+        return self._parts[at].sample(block * self._counts[at] + place - self._starts[at])
+
+
+def _shares(weights: Mapping[str, float]) -> list[int]:
+    """Samples of MIX from each, as near to its weight as whole numbers are. ValueError: none from one of them."""
+    exact = {name: weight / math.fsum(weights.values()) * MIX for name, weight in weights.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    for name in sorted(exact, key=lambda name: counts[name] - exact[name])[: MIX - sum(counts.values())]:
+        counts[name] += 1
+    if rare := next((name for name, count in counts.items() if not count), ""):
+        raise ValueError(
+            f"data.weights: {rare!r} has less than one sample in {MIX}; give it more weight or leave it out"
+        )
+    return list(counts.values())
 
 
 def _too_short(tokens: int, sequence: int) -> ValueError:
