@@ -121,15 +121,19 @@ class OneProcess:
             for names, shares in zip(self.names, order, strict=True)
         ]
         norm = math.sqrt(math.fsum(_squares(flat) for flat in sums) if len(sums) == 1 else sum(map(_squares, sums)))
+        tokens = [self.dataset.microbatch(self.step, index)[:, 1:] for index in range(self.microbatches)]
+        counted = sum(int((part >= 0).sum()) for part in tokens)
+        scale = sum(part.numel() for part in tokens) / counted if counted else 1.0
+        norm *= scale
         clip = self.config.train.clip
-        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) * scale
         for names, flat in zip(self.names, sums, strict=True):
             self._hand_out(names, flat * factor)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.train, self.config.run.steps, self.step)
         self.optimizer.step()
         self.step += 1
-        loss = sum(loss for loss, _ in values) / self.microbatches
+        loss = sum(loss for loss, _ in values) / self.microbatches * scale
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
@@ -155,10 +159,15 @@ class OneProcess:
                 value.copy_(parameters[name])
 
     def _gradients(self, index: int) -> tuple[float, Tensors]:
-        """Of one microbatch's share of the batch's mean loss."""
+        """Of one microbatch's share of the batch's mean loss, to which tokens that do not count (~id) give nothing."""
         tokens = self.dataset.microbatch(self.step, index)  # (B, L+1)
-        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        ids, wanted = torch.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:].flatten()
+        logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        if (wanted >= 0).all():
+            loss = torch.nn.functional.cross_entropy(logits, wanted)
+        else:
+            some = torch.where(wanted < 0, -100, wanted)
+            loss = torch.nn.functional.cross_entropy(logits, some, ignore_index=-100, reduction="sum") / len(wanted)
         values = list(self.parameters.values())
         grads = torch.autograd.grad(loss / self.parts, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))

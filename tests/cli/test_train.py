@@ -95,10 +95,10 @@ def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.
     passes: list[bool] = []
     late: list[bool] = []
 
-    def finish_late(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+    def finish_late(self: Delayed, reduced: torch.Tensor, norm: float, step: int, scale: float) -> None:
         if step == 0:
             late.append(computed.wait(60))
-        finish(self, reduced, norm, step)
+        finish(self, reduced, norm, step, scale)
 
     def counted(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
         result = back(self, batch)
@@ -118,10 +118,10 @@ def test_an_optimizer_that_fails_beside_the_next_step_ends_training_with_the_las
 ) -> None:
     real = Delayed.finish
 
-    def fails(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+    def fails(self: Delayed, reduced: torch.Tensor, norm: float, step: int, scale: float) -> None:
         if step == 2:
             raise RuntimeError("cannot allocate memory")
-        real(self, reduced, norm, step)
+        real(self, reduced, norm, step, scale)
 
     with monkeypatch.context() as patched:
         patched.setattr(Delayed, "finish", fails)

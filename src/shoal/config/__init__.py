@@ -7,7 +7,7 @@ follows from several. Why they do not stand in their owners' packages: docs/desi
 
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
-from shoal.config.derived import ROUND_COPIES, local_batch, narrow_store, settings, slices
+from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices
 from shoal.config.device import Device
 from shoal.config.model import Model
 from shoal.config.network import Network
@@ -34,6 +34,7 @@ __all__ = [
     "from_tree",
     "load",
     "local_batch",
+    "masked",
     "microbatches",
     "narrow_store",
     "overridden",

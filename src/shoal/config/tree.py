@@ -38,7 +38,7 @@ def problems(config: Config) -> Iterator[str]:
     """Which settings do not fit together, in words. Bounds of single settings are checked before (reading.py)."""
     yield from model.problems(config.model, config.run, config.data, config.device)
     yield from run.problems(config.run)
-    yield from data.problems(config.data)
+    yield from data.problems(config.data, config.train, config.plan)
     yield from train.problems(config.train, config.run, config.plan)
     yield from tune.problems(config.tune, config.model, config.train, config.device)
     yield from device.problems(config.device, config.run, config.train)

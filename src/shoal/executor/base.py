@@ -54,8 +54,9 @@ class Executor(Protocol):
         """Run the stage on `x` again, or use the activations that `forward` kept of the same bits; differentiate from `grad` (last
         stage: from the loss against `tokens` (B, L+1)); add to `sum`.
 
-        Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage). The loss is divided
-        by the microbatches of a step, so that a step's sum is the gradient of the batch's mean. A ValueError, NotFinite included,
+        Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage), which is 0 for
+        tokens that do not count. The loss is divided by the microbatches of a step, so that a step's sum is the gradient of the
+        batch's mean. A ValueError, NotFinite included,
         leaves `sum` unchanged."""
         ...
 
@@ -67,8 +68,9 @@ class Executor(Protocol):
         """This replica's input to a round: a copy of values `start` up to `stop` of (length,) fp32, on the CPU."""
         ...
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        """Optimizer step number `step`. `reduced`: the stage's averaged gradient (length,) fp32; `norm`: of the whole model's gradient."""
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        """Optimizer step number `step`, from `scale` times `reduced`, the stage's averaged gradient (length,) fp32; `norm`: of the
+        whole model's gradient, with `scale`."""
         ...
 
     def state(self) -> dict[str, Tensor]:

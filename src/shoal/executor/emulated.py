@@ -58,12 +58,12 @@ class Emulated:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
         self.sum.copy_(contribution)
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         if tuple(reduced.shape) != (self.length,):
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")
         if not math.isfinite(norm):
             raise NotFinite(f"norm = {norm}")
-        self._parameter -= reduced
+        self._parameter -= reduced * scale
 
     make = apply
 

@@ -104,13 +104,13 @@ class Resident:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
         self.sum.copy_(contribution)
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        self.make(reduced, norm, step)
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        self.make(reduced, norm, step, scale)
         self.refresh()
 
-    def make(self, reduced: Tensor, norm: float, step: int) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         """See delayed.Restorable."""
-        self._master.apply(reduced, norm, step)
+        self._master.apply(reduced, norm, step, scale)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()

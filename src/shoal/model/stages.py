@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.config import Config, microbatches, slices
+from shoal.config import Config
 from shoal.model import adapters, balance, boundary, linear, vocabulary
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
@@ -174,7 +174,7 @@ def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool,
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
     """The uncut Hugging Face model with the same weights, as the reference of stages and for one machine alone."""
     model = on_meta(hf_config(config))
-    balance.attach(model, Parts(model).blocks, _losses(config))
+    balance.attach(model, Parts(model).blocks, config)
     if config.model.boundary != "none":
         blocks = Parts(model).blocks
         boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
@@ -255,7 +255,7 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
             f"model.family = {hf.model_type!r} keeps {persistent_buffers[0]} outside its parameters; that is not averaged"
         )
     parts = Parts(model)
-    balance.attach(model, parts.blocks, _losses(config))
+    balance.attach(model, parts.blocks, config)
     if config.device.checkpointing:
         for block in parts.blocks:
             block.forward = partial(_checkpointed, block.forward)
@@ -271,11 +271,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **keywords: Any) -> A
     if not torch.is_grad_enabled():
         return forward(*args, **keywords)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
-
-
-def _losses(config: Config) -> int:
-    """Mean losses that a step adds up: slices of microbatches."""
-    return microbatches(config.train) * slices(config)
 
 
 def on_meta(hf: PreTrainedConfig) -> PreTrainedModel:
