@@ -29,6 +29,10 @@ class NotFinite(ValueError):
     """A result holds an infinity or NaN; the sum is unchanged."""
 
 
+class DeviceLost(RuntimeError):
+    """The executor cannot go on, and its peer ends with it."""
+
+
 class Executor(Protocol):
     """One stage on one device. Arguments may be on any device; results are on the executor's.
 
@@ -121,6 +125,10 @@ def check_device(config: Config) -> None:
     """ValueError: this machine has no such device."""
     device = device_of(config)
     count = torch.accelerator.device_count()
+    if device.type != "cpu" and config.device.count > count:
+        raise ValueError(
+            f"device.count = {config.device.count}, but PyTorch finds {count} of {device.type} here; try device.count={count}"
+        )
     accelerator = torch.accelerator.current_accelerator() if count else None
     cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
     if device.type != "cpu" and (not cards or str(device) not in (*cards, cards[0].partition(":")[0])):

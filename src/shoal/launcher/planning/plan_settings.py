@@ -86,7 +86,7 @@ def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) ->
     stage = plan.stages[plan.seats[name]]
     if config.device.executor != "emulated":
         tree["device"] |= {"executor": stage.executor, "checkpointing": stage.checkpointing}
-        tree["device"]["kept_activations"] = stage.kept_activations
+        tree["device"]["kept_activations"] = stage.kept_activations if config.device.count == 1 else -1
     elif config.device.emulated_s == 0 and plan.peers:
         _rehearse(tree, plan, number)
     if cluster is not None:

@@ -13,6 +13,7 @@ and unlimited for a device's own lines.
     count = 4
     flops = "35 TFLOP/s"                   sustained, in the run's dtype
     memory_bytes = "24 GB"
+    cards = 2                              of a peer with device.count = 2: flops and memory_bytes are stated of one card
     up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
                                            losses_per_h, region
 
@@ -52,7 +53,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     flops: float  # sustained, per second
-    memory_bytes: float = 0.0  # of the device
+    memory_bytes: float = 0.0  # of all its cards
+    cards: int = 1  # of one peer (device.count)
     host_memory_bytes: float = 0.0  # beside it, for swapping
     host_Bps: float = 25e9  # between the two, one way: PCIe 4
     up_Bps: float = 0.0
@@ -316,6 +318,10 @@ def _devices(table: object, where: str) -> list[Device]:
         raise ValueError(f"{where}.count = {count} is no number of machines; try 1")
     if values["flops"] <= 0:
         raise ValueError(f"{where}.flops = {values['flops']} must be above 0")
+    cards = values.get("cards", 1)
+    if cards < 1:
+        raise ValueError(f"{where}.cards = {cards} is no number of cards; try 1")
+    values |= {name: cards * values[name] for name in ("flops", "memory_bytes") if name in values}  # stated of one card
     device = Device(**values)
     return (
         [device] if count == 1 else [msgspec.structs.replace(device, name=f"{device.name}-{k}") for k in range(count)]
