@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import msgspec
 import torch
@@ -80,6 +80,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Build | Forward | Backward | Zero | Contribution | Apply | Gather | Load
+START, COMMAND = msgspec.msgpack.Decoder(Start), msgspec.msgpack.Decoder(Command)
+T = TypeVar("T")
 
 
 def send(pipe: IO[bytes], command: Start | Command) -> None:
@@ -88,11 +90,11 @@ def send(pipe: IO[bytes], command: Start | Command) -> None:
     pipe.flush()
 
 
-def receive(pipe: IO[bytes], kind: Any) -> Any:
-    """The next command of type `kind`; None: the leading process has ended."""
+def receive(pipe: IO[bytes], decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """The next command; None: the leading process has ended."""
     head = pipe.read(4)
     size = int.from_bytes(head, "little")
     if len(head) < 4 or size > MOST_BYTES:
         return None
     data = pipe.read(size)
-    return msgspec.msgpack.decode(data, type=kind) if len(data) == size else None
+    return decoder.decode(data) if len(data) == size else None

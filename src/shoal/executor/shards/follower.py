@@ -24,7 +24,7 @@ from shoal.executor.shards.member import Member, connect
 def main() -> None:
     pipe, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever a library prints goes to the log
-    start: commands.Start | None = commands.receive(pipe, commands.Start)
+    start = commands.receive(pipe, commands.START)
     if start is None:
         return
     out.write(b"r")  # ready
@@ -47,7 +47,7 @@ def main() -> None:
 
 def _read(pipe: IO[bytes], pending: queue.SimpleQueue[commands.Command]) -> None:
     """Apart from the work, so that this process also ends in the middle of an exchange with a process that has ended."""
-    while (command := commands.receive(pipe, commands.Command)) is not None:
+    while (command := commands.receive(pipe, commands.COMMAND)) is not None:
         pending.put(command)
     os._exit(0)
 
