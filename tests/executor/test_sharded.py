@@ -18,9 +18,9 @@ import torch
 from tests.e2e.test_run import alive, wait_for
 
 from shoal.config import Config, Data, Device, Model, Run, Train, validate
-from shoal.executor.base import NotFinite
+from shoal.executor.base import NotFinite, device_of
 from shoal.executor.resident import Resident
-from shoal.executor.shards.group import Group
+from shoal.executor.shards.group import Group, group_of
 from shoal.executor.shards.sharded import Sharded
 from shoal.model import stages
 from shoal.model.cut import inputs
@@ -45,7 +45,7 @@ def a_config(stages: int = 2, dtype: str = "float32", count: int = 2, **train: A
 
 
 def plain(config: Config, stage: int) -> Resident:
-    return Resident(stages.build(config, stage), config)
+    return Resident(stages.build(config, stage, device=str(device_of(config))), config)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,29 @@ def group() -> Iterator[Group]:
 
 
 @slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16")])
-def test_a_sharded_replica_stands_beside_a_resident_one(stage: int, dtype: str, group: Group) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype", "checkpointing"),
+    [(0, "float32", False), (1, "float32", True), (0, "bfloat16", True), (1, "bfloat16", False)],
+)
+def test_a_sharded_replica_stands_beside_a_resident_one(
+    stage: int, dtype: str, checkpointing: bool, group: Group
+) -> None:
     config = a_config(dtype=dtype)
+    device = Device(kind="cpu", count=2, checkpointing=checkpointing)
+    stands_beside(msgspec.structs.replace(config, device=device), stage, group)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16")])
+def test_a_stage_over_two_cards_stands_beside_one_on_a_card(stage: int, dtype: str) -> None:
+    config = msgspec.structs.replace(a_config(dtype=dtype), device=Device(kind="cuda", count=2))
+    stands_beside(config, stage, group_of(torch.device("cuda"), 2))
+
+
+def stands_beside(config: Config, stage: int, group: Group) -> None:
+    """A sharded replica against a resident one: near sums, and the same bits after each of three updates."""
+    dtype = config.train.dtype
     one = plain(config, stage)
     near = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.1, "atol": 0.02}
     many = Sharded(config, stage, group=group)
@@ -75,7 +95,7 @@ def test_a_sharded_replica_stands_beside_a_resident_one(stage: int, dtype: str, 
             if stage:
                 assert loss_many == pytest.approx(loss_one, rel=1e-5 if dtype == "float32" else 1e-2)
                 assert grad_one is not None and grad_many is not None and torch.allclose(grad_many, grad_one, **near)
-        assert torch.allclose(many.sum, one.sum, **near)
+        assert torch.allclose(many.sum, one.sum.cpu(), **near)
         averaged = (one.contribution() + many.contribution()) / 2
         assert torch.equal(many.contribution(7, 1234), many.contribution()[7:1234])
         for each in (one, many):
@@ -84,7 +104,7 @@ def test_a_sharded_replica_stands_beside_a_resident_one(stage: int, dtype: str, 
         assert many.digest() == one.digest()
         assert not many.sum.any()
     for (name, value), (other, theirs) in zip(one.state().items(), many.state().items(), strict=True):
-        assert name == other and torch.equal(value, theirs), name
+        assert name == other and torch.equal(value.cpu(), theirs), name
 
 
 @slow
@@ -139,7 +159,7 @@ import os, signal, sys
 import torch
 from tests.executor.test_sharded import TOKENS, a_config
 from shoal.executor.base import DeviceLost
-from shoal.executor.shards.group import Group
+from shoal.executor.shards.group import Group, group_of
 from shoal.executor.shards.sharded import Sharded
 from shoal.model.cut import inputs
 

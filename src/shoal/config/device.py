@@ -47,7 +47,7 @@ class Device(Section, frozen=True):
         Meta(
             ge=0,
             le=MOST_BYTES,
-            description="The stage takes at most this much device memory; 0 is what a card has free when it is built.",
+            description="The stage takes at most this much memory of each device; 0 is what a card has free when it is built.",
         ),
     ] = 0
     host_bytes: Annotated[

@@ -125,9 +125,9 @@ def check_device(config: Config) -> None:
     """ValueError: this machine has no such device."""
     device = device_of(config)
     count = torch.accelerator.device_count()
-    if device.type != "cpu" and config.device.count > count:
+    if config.device.count > max(count, 1) and config.device.kind != "cpu":
         raise ValueError(
-            f"device.count = {config.device.count}, but PyTorch finds {count} of {device.type} here; try device.count={count}"
+            f"device.count = {config.device.count}, but PyTorch finds {count} accelerators here; try device.count={max(count, 1)}"
         )
     accelerator = torch.accelerator.current_accelerator() if count else None
     cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
@@ -189,7 +189,7 @@ def out_of_memory(error: Exception) -> bool:
 def prepare_thread(config: Config) -> None:
     """For the thread that calls: its share of the cores, its card, and the rounding of products there."""
     if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+        torch.set_num_threads(max(1, config.device.threads // config.device.count))
     if config.device.executor == "emulated":
         return
     device = device_of(config)

@@ -42,7 +42,7 @@ def environment(
     """Variables of local peer `number`, from 0, of `here`. What was set by the user stays."""
     variables = {name: value for name, value in HEAP.items() if name not in inherited}
     if device.threads or "OMP_NUM_THREADS" not in inherited:
-        variables["OMP_NUM_THREADS"] = str(device.threads or max(1, cores() // here))
+        variables["OMP_NUM_THREADS"] = str(max(1, (device.threads or cores() // here) // device.count))
     if device.kind in ("auto", "cuda", "xpu"):
         own = range(number * device.count, (number + 1) * device.count)
         lists = _card_lists(inherited, root)
