@@ -145,9 +145,10 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
         host_memory_bytes=memory[1],
         host_Bps=link,
         disk_Bps=min(written, read),
-        basis=f"measured: {shape}",
+        cards=config.device.count,
+        basis=f"measured: {shape}" + (" on one card" if config.device.count > 1 else ""),
     )
-    return measured_device, notes
+    return measured_device.together(), notes
 
 
 def _flops(value: float) -> str:

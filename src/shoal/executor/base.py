@@ -29,6 +29,10 @@ class NotFinite(ValueError):
     """A result holds an infinity or NaN; the sum is unchanged."""
 
 
+class DeviceLost(RuntimeError):
+    """The executor cannot go on, and its peer ends with it."""
+
+
 class Executor(Protocol):
     """One stage on one device. Arguments may be on any device; results are on the executor's.
 
@@ -128,6 +132,10 @@ def check_device(config: Config) -> None:
     """ValueError: this machine has no such device."""
     device = device_of(config)
     count = torch.accelerator.device_count()
+    if config.device.count > max(count, 1) and config.device.kind != "cpu":
+        raise ValueError(
+            f"device.count = {config.device.count}, but PyTorch finds {count} accelerators here; try device.count={max(count, 1)}"
+        )
     accelerator = torch.accelerator.current_accelerator() if count else None
     cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
     if device.type != "cpu" and (not cards or str(device) not in (*cards, cards[0].partition(":")[0])):
@@ -188,7 +196,7 @@ def out_of_memory(error: Exception) -> bool:
 def prepare_thread(config: Config) -> None:
     """For the thread that calls: its share of the cores, its card, and the rounding of products there."""
     if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+        torch.set_num_threads(max(1, config.device.threads // config.device.count))
     if config.device.executor == "emulated":
         return
     device = device_of(config)

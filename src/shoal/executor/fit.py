@@ -33,7 +33,7 @@ def check_stage(config: Config, stage: int) -> None:
     """ValueError: that stage does not fit here."""
     stage_shape = check_host(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
-    limit = memory_limit(config)
+    limit = memory_limit(config) * config.device.count
     if config.device.executor == "swapping":
         runner = Runner(stage_shape, config)  # refuses a family that is not made of units
         try:

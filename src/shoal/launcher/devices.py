@@ -42,9 +42,11 @@ def environment(
     """Variables of local peer `number`, from 0, of `here`. What was set by the user stays."""
     variables = {name: value for name, value in HEAP.items() if name not in inherited}
     if device.threads or "OMP_NUM_THREADS" not in inherited:
-        variables["OMP_NUM_THREADS"] = str(device.threads or max(1, cores() // here))
+        variables["OMP_NUM_THREADS"] = str(max(1, (device.threads or cores() // here) // device.count))
     if device.kind in ("auto", "cuda", "xpu"):
-        variables |= {name: cards[number % len(cards)] for name, cards in _card_lists(inherited, root).items()}
+        own = range(number * device.count, (number + 1) * device.count)
+        lists = _card_lists(inherited, root)
+        variables |= {name: ",".join(cards[each % len(cards)] for each in own) for name, cards in lists.items()}
     return variables | allocator(inherited)
 
 
@@ -79,6 +81,10 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
         if number and int(number) >= len(cards):
             raise ValueError(
                 f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
+            )
+        if device.count > len(cards):
+            raise ValueError(
+                f"device.count = {device.count}, but there are {len(cards)} cards; try device.count={len(cards)}"
             )
 
 

@@ -146,7 +146,7 @@ def owning(problem: Problem, seats: Seats) -> Seats:
 
 def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
-    if resident <= 0 or not problem.swapping:
+    if resident <= 0 or not problem.swapping or device.cards > 1:
         return resident
     profile = problem.profile
     need = memory.swapping(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)
