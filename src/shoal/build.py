@@ -40,12 +40,13 @@ from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import Directory, Gossip
-from shoal.transport.directory.records import MAX_ADDRESSES, PeerRecord
+from shoal.transport.directory.records import MAX_ADDRESSES, RELAY, PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
 from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
+from shoal.transport.relay import Relays
 from shoal.transport.tls import Place, TlsTransport
 
 CLOSE_S = 1.0  # for the task that runs when a peer ends: nobody waits for its result, and a hop may last long
@@ -130,7 +131,8 @@ async def peer(
         stack.callback(record.close)
         tell = partial(_tell_network, record)
         daemon = _daemon(config, identity, invite, role.port, tell)
-        transport = _transport(config, identity, membership, role.port, daemon, tell)
+        relays = Relays(identity, membership, tell)
+        transport = _transport(config, identity, membership, role.port, daemon, tell, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
@@ -144,6 +146,7 @@ async def peer(
         )
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
+        relays.announce = partial(_name_relays, directory, node.contacts.announce_now)
         yield node
 
 
@@ -159,15 +162,25 @@ async def operator(config: Config, invite: Invite, passes: bytes = b"") -> Async
         daemon = _daemon(config, identity, invite, 0, print)
         plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
-        transport = _transport(config, identity, membership, 0, daemon, tell=print)
+        relays = Relays(identity, membership)
+        transport = _transport(config, identity, membership, 0, daemon, print, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(
             config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
         )
         stack.push_async_callback(directory.close)
+        relays.announce = partial(_name_relays, directory, lambda: None)
         await directory.start()
         yield transport, directory
+
+
+def _name_relays(directory: Directory, announce: Callable[[], None], routes: tuple[str, ...]) -> None:
+    """In this peer's record, from now on."""
+    own = directory.own
+    kept = [each for each in own.addresses if not each.startswith(RELAY)]
+    directory.own = msgspec.structs.replace(own, addresses=(*routes, *kept)[:MAX_ADDRESSES])
+    announce()
 
 
 def _reachable(config: Config, invite: Invite) -> Config:
@@ -204,7 +217,13 @@ def _tell_network(record: Recorder, text: str) -> None:
 
 
 def _transport(
-    config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, tell: Callable[[str], None]
+    config: Config,
+    identity: Identity,
+    membership: Membership,
+    port: int,
+    daemon: Daemon,
+    tell: Callable[[str], None],
+    relays: Relays | None = None,
 ) -> Reachable:
     """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
@@ -220,9 +239,10 @@ def _transport(
             (network.host, port),
             limits,
             report=tell,
+            relays=relays,
         )
     else:
-        plain = TlsTransport(identity, membership, network.host, port, limits)
+        plain = TlsTransport(identity, membership, network.host, port, limits, relays)
     if network.fault_injection:
         plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
@@ -272,7 +292,8 @@ def _directory(
 
     def learn(record: PeerRecord) -> None:
         located(record.peer, record.host)
-        direct: Place = (record.host, record.port, *record.hosts[1:])
+        others = record.hosts[1:] + record.relays
+        direct: Place = (record.host, record.port, *others)
         match network.transport:
             case "tls":
                 transport.learn(record.peer, direct)

@@ -321,7 +321,7 @@ def test_addresses_and_send_queues_do_not_grow_with_names(monkeypatch: pytest.Mo
                     one.learn(name, nobody)
                     one.send(name, control(1))
                     assert isinstance(await one.receive(), Lost)
-            assert len(one._sender._queues) <= 11 and len(one._tls._places) <= 10
+            assert len(one._sender._queues) <= 11 and len(one._tls._routes) <= 10
 
     asyncio.run(story())
 

@@ -179,7 +179,7 @@ def test_useless_addresses_are_not_kept() -> None:
         (a.name, ("127.0.0.1", 80)),
     ):
         a.learn(name, address)
-    assert not a._tls._places
+    assert not a._tls._routes
     asyncio.run(a.close())
 
 

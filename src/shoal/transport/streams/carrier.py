@@ -33,6 +33,10 @@ Opening = Generator["WaitFor | Engine", None, Authenticated]
 Route = TypeVar("Route")
 
 
+class Detached(ConnectionError):
+    """The carrier keeps an accepted connection for a purpose of its own."""
+
+
 class Carrier(Protocol[Route]):
     """The network beneath. The type of a route to a peer is the carrier's own: what it derived from `learn`'s address."""
 
@@ -45,7 +49,7 @@ class Carrier(Protocol[Route]):
     def socket(self, route: Route) -> socket.socket:
         """A socket for `dial`, which connects it."""
 
-    def dial(self, connection: Connection, route: Route) -> Opening: ...
+    def dial(self, connection: Connection, route: Route, peer: Peer) -> Opening: ...
 
     def answer(self, connection: Connection) -> Opening:
         """Authenticate a connection that was just accepted."""

@@ -74,6 +74,10 @@ class StreamTransport(Generic[Route]):
         """Accept the connections of this socket, too."""
         self._listener.listen(listening)
 
+    def take(self, sock: socket.socket) -> None:
+        """Answer a connection that this peer has made to a relay. From any thread."""
+        self._listener.take(sock)
+
     def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)
         if self._closed:
