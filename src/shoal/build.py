@@ -12,28 +12,22 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from shoal import executor, guest, trace
+from shoal import guest, trace
 from shoal.config import Config, settings, to_tree
 from shoal.core.messages import PROTOCOL, KnownAnswers, Peer
 from shoal.core.peer import PeerMachine
-from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
-from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
-from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.entry import Entry
-from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
-from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport import addresses
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
@@ -47,6 +41,13 @@ from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
 from shoal.transport.tls import Place, TlsTransport
+
+if TYPE_CHECKING:  # what imports torch is imported where a peer is built: an operator and an invite need none of it
+    from shoal.runtime.alone import Alone
+    from shoal.runtime.checkpoints.checkpoint import Store
+    from shoal.runtime.data.dataset import Dataset
+    from shoal.runtime.node import Node
+    from shoal.runtime.tasks.task_runner import TaskRunner
 
 CLOSE_S = 1.0  # for the task that runs when a peer ends: nobody waits for its result, and a hop may last long
 UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
@@ -63,6 +64,8 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def data(config: Config) -> Dataset:
+    from shoal.runtime.data.dataset import open_dataset
+
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
@@ -71,6 +74,8 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
+    from shoal.runtime.tasks.task_runner import TaskRunner
+
     if config.device.executor == "emulated":
         return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
@@ -78,11 +83,16 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
 def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
     """The whole model on this machine. `run` and ValueErrors as for `runner`."""
+    from shoal.runtime.alone import Alone
+
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
 def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
+    from shoal import executor
+    from shoal.model import stages
+
     stages.check(config)
     executor.check(config)
     dataset, store = data(config), _store(config, run)
@@ -99,6 +109,8 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
 
 
 def _store(config: Config, run: str | None) -> Store:
+    from shoal.runtime.checkpoints.checkpoint import Store
+
     return Store(url_of(config), run, config.checkpoint.disk_bytes)
 
 
@@ -113,6 +125,8 @@ async def peer(
     config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
 ) -> AsyncIterator[Node]:
     """A listening peer, whose addresses are reported; call the node's `run`. Closes everything at the end, the task runner too."""
+    from shoal.runtime.node import Node
+
     config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)

@@ -30,6 +30,7 @@ import pytest
 from tests.tiny import DATA, tiny
 
 from shoal.cli import main as program
+from shoal.exit_codes import ExitCode
 from shoal.launcher import rundir
 from shoal.runtime.checkpoints.catalog import Catalog
 from shoal.runtime.records.account import CommittedStep
@@ -49,7 +50,7 @@ Meddle = Callable[[subprocess.Popen[str]], object]
 class Mishap:
     what: str
     words: str
-    code: int = program.USER_ERROR
+    code: int = ExitCode.USER_ERROR
     prepare: Prepare = lambda: None
     meddle: Meddle | None = None  # while it runs; such a one is a process, and slow
     lost: str = "nothing"  # "" where that depends on the moment

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from shoal.config import Config, Data, Train, microbatches
 from shoal.runtime.data.corpus import open_corpus, read_tokens, text_field
 from shoal.runtime.data.sampling import PackedSamples, Samples, StreamedSamples
 from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+
+if TYPE_CHECKING:  # `shoal invite` reads the digest alone, and need not wait for torch
+    import torch
 
 
 class Dataset:
@@ -37,6 +40,8 @@ class Dataset:
 
     def microbatch(self, step: int, index: int) -> torch.Tensor:
         """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
+        import torch
+
         size = self._train.microbatch
         first = (step * microbatches(self._train) + index) * size
         with self._lock:
