@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from shoal import guest, trace
-from shoal.config import Config, settings, to_tree
+from shoal import trace
+from shoal.config import Config, settings
 from shoal.core.messages import PROTOCOL, KnownAnswers, Peer
 from shoal.core.peer import PeerMachine
 from shoal.planner.inputs.measured import DEVICE_FILE
@@ -96,7 +96,7 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
     stages.check(config)
     executor.check(config)
     dataset, store = data(config), _store(config, run)
-    if config.data.digest not in ("", dataset.digest):
+    if not dataset.digest.startswith(config.data.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
@@ -112,12 +112,6 @@ def _store(config: Config, run: str | None) -> Store:
     from shoal.runtime.checkpoints.checkpoint import Store
 
     return Store(url_of(config), run, config.checkpoint.disk_bytes)
-
-
-def shared(config: Config) -> bytes:
-    """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
-    tree = guest.invite_settings(config, to_tree(config), to_tree(Config()))
-    return msgspec.json.encode({**tree, guest.VERSION: {"protocol": PROTOCOL}})
 
 
 @asynccontextmanager

@@ -113,7 +113,7 @@ def test_an_invite_is_made_without_torch(tmp_path: Path) -> None:
     (directory / "bootstrap.json").write_text('["192.0.2.1:4711"]')
     Authority.load(directory / "authority.key")
     printed = called(["invite", str(directory / "config.toml")], COMPUTING, tmp_path)
-    assert printed.startswith("shoal-")
+    assert printed.startswith("shoal1")
 
 
 def test_the_documented_exit_codes_are_those_of_the_program() -> None:

@@ -53,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         metavar="INVITE",
-        help="measure the links between the peers of that run instead; - reads the invite from standard input, since `ps` shows arguments",
+        help="measure the links between the peers of that run instead; @FILE or - (standard input) keeps the invite out of `ps`",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="the file to write; default device.toml, or cluster.toml with --run"
@@ -169,7 +169,7 @@ async def _links(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--most {args.most!r}: 1 B to {units.size(MOST_BYTES)}, which a peer answers at most; try '16 MB'"
         )
-    invite = read_invite(invite_text([args.run], None), 0.0)
+    invite = read_invite(invite_text([args.run]), 0.0)
     settings = [word for word in args.words if "=" in word]
     config = guest.visitor(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):

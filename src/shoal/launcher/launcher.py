@@ -248,7 +248,7 @@ class Launcher:
         """What is saved of a run that ends before its last step, and the command that goes on."""
         if self.watch.elsewhere() and not self.watch.everyone.irreplaceable(self.watch.books.view):
             saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
-            again = f"shoal join --invite-file {self.directory / reach.INVITE}"
+            again = f"shoal join @{self.directory / reach.INVITE}"
             words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"
             return f"{words}; once they have ended: {self.job.command}"
         if not summary.saved:
@@ -288,7 +288,7 @@ class Launcher:
         self.watch.tell("network", "the command for the other machines is being made", time.monotonic())  # seconds
         terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
         if (invite := self.directory / reach.INVITE).exists():
-            self.watch.everyone.join = f"shoal join --invite-file {invite}"
+            self.watch.everyone.join = f"shoal join @{invite}"
 
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""

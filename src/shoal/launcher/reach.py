@@ -20,6 +20,7 @@ from shoal.config import Config
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
+HOSTS = 4  # of one peer in an invite
 INVITE = "guests.invite"  # in the run's directory
 _TCP = re.compile(r"/ip[46]/([^/]+)/tcp/(\d+)")
 _REFUSED = (
@@ -66,17 +67,36 @@ async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> st
     if process.returncode:
         return f"{waiting}. No invite was made: {errors.decode(errors='replace').strip()}"
     return (
-        f"{waiting}. There, with shoal installed:\n\n  shoal join {file.read_text().strip()}\n\n"
-        f"The invite is a secret. It is in {file}, too: copied there, shoal join --invite-file {INVITE}"
+        f"{waiting}. There, with shoal installed:\n\n  shoal join -\n\nand paste this invite:\n\n  {file.read_text().strip()}\n\n"
+        f"The invite is a secret, and an argument would show it to every user of that machine. It is in {file}, too: copied there,"
+        f" shoal join @{INVITE}"
     )
 
 
 def keep(directory: Path, invite: str) -> Path:
     """A guest's invite in its own directory, for the command that takes part again."""
     file = directory / INVITE
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        out.write(f"{invite.strip()}\n")
+    write_secret(file, invite.strip())
     return file
+
+
+def write_secret(file: Path, text: str) -> None:
+    """Readable by its owner alone, also where there was a file that others could read."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
+        os.fchmod(out.fileno(), 0o600)  # before it holds anything new
+        out.truncate()
+        out.write(f"{text}\n")
+
+
+def few(addresses: Sequence[str], first: Sequence[str] = ()) -> tuple[str, ...]:
+    """For an invite, which is to be short: `first`, one peer at all its hosts, and one address of another in case that one has ended."""
+
+    def port(address: str) -> str:  # or libp2p's id
+        return re.split("[:/]", address)[-1]
+
+    others = [address for address in addresses if address not in first]
+    same = [address for address in others if port(address) == port(others[0])]
+    return (*first, *same[:HOSTS], *[address for address in others if address not in same][:1])
 
 
 def problems(addresses: Sequence[str]) -> list[str]:
