@@ -156,18 +156,21 @@ async def peer(
 
 
 @asynccontextmanager
-async def operator(config: Config, invite: Invite, passes: bytes = b"") -> AsyncIterator[tuple[Reachable, Directory]]:
-    """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known."""
+async def operator(
+    config: Config, invite: Invite, passes: bytes = b"", tell: Callable[[str], None] = print
+) -> AsyncIterator[tuple[Reachable, Directory]]:
+    """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known.
+    `tell` receives what the network reports."""
     config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)
     if passes:
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
-        daemon = _daemon(config, identity, invite, 0, print)
+        daemon = _daemon(config, identity, invite, 0, tell)
         plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
-        transport = _transport(config, identity, membership, 0, daemon, tell=print)
+        transport = _transport(config, identity, membership, 0, daemon, tell)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(

@@ -15,7 +15,8 @@ class ExitCode(IntEnum):
 
 
 MEANING = {
-    ExitCode.OK: "all steps are committed and the account balances; with `shoal plan --replan`: no other plan pays",
+    ExitCode.OK: "all steps are committed and the account balances; with `shoal plan --replan`: no other plan pays;"
+    " with `shoal doctor`: nothing is bad",
     ExitCode.FAILED: "not so; the last lines say why",
     ExitCode.USER_ERROR: "something you can mend, in one line, or several things as a list (`--traceback` shows where it came from)",
     ExitCode.CHANGE_OVER: "`shoal plan --replan`: another plan is worth changing over to",

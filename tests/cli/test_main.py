@@ -79,6 +79,7 @@ def test_help_and_version_import_nothing() -> None:
         ("revoke", (*SLOW, "numpy")),
         ("replay", (*SLOW, "numpy")),
         ("join", SLOW),
+        ("doctor", SLOW),
         ("run", SLOW),
         ("demo", SLOW),
         ("train", SLOW),

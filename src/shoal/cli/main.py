@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "train a whole model on this machine alone, even one larger than its device's memory",
     "config": "print the whole effective configuration, each setting described",
     "init": "write a configuration file to edit",
+    "doctor": "check whether this machine is fit to take part, and in the run of an invite; say what to do",
     "invite": "make a signed, expiring invite to a run; list and renew them",
     "revoke": "revoke an invite or a peer of a run",
     "join": "take part in a run with an invite",

@@ -26,7 +26,7 @@ from shoal import units
 from shoal.cli.config import divided
 from shoal.config import Config
 from shoal.escaping import escaped
-from shoal.launcher import devices
+from shoal.launcher import devices, reach
 from shoal.planner.inputs import measured
 from shoal.planner.inputs.cluster import Device
 
@@ -201,24 +201,14 @@ async def _links(args: argparse.Namespace) -> int:
 
 async def _discover(directory: Directory, me: str, wanted: int | None) -> list[str]:
     """The run's peers, once no more of them turn up."""
-    names: list[str] = []
-    began = still = time.monotonic()
-    while True:
-        seen = sorted({record.peer for record in await directory.peers()} - {me} | set(names))
-        now = time.monotonic()
-        if seen != names:
-            names, still = seen, now
-        if wanted is not None and len(names) >= wanted:
-            return names
-        if wanted is None and len(names) > 1 and now - still > STILL_S:
-            return names
-        if now - began > LOOK_S:
-            need = wanted or 2
-            raise ValueError(
-                f"{len(names)} of {need} peers found within {LOOK_S:.0f} s; is the run up (shoal status), and does"
-                " network.host name an address of this machine that its peers can reach?"
-            )
-        await asyncio.sleep(0.5)
+    need = wanted or 2
+    names = [record.peer for record in await reach.discovered(directory, me, LOOK_S, STILL_S, need)]
+    if len(names) < need:
+        raise ValueError(
+            f"{len(names)} of {need} peers found within {LOOK_S:.0f} s; is the run up (shoal status), and does"
+            " network.host name an address of this machine that its peers can reach?"
+        )
+    return names
 
 
 def _cluster(results: Survey, title: str) -> str:

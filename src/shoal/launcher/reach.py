@@ -11,14 +11,21 @@ import errno
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.config import Config
+from shoal.core.messages import Peer
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
+if TYPE_CHECKING:
+    from shoal.transport.directory.directory import Directory, PeerRecord
+
+ASK_S = 0.5  # between two look-ups of a run's peers
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
 HOSTS = 4  # of one peer in an invite
 INVITE = "guests.invite"  # in the run's directory
@@ -97,6 +104,21 @@ def few(addresses: Sequence[str], first: Sequence[str] = ()) -> tuple[str, ...]:
     others = [address for address in addresses if address not in first]
     same = [address for address in others if port(address) == port(others[0])]
     return (*first, *same[:HOSTS], *[address for address in others if address not in same][:1])
+
+
+async def discovered(directory: Directory, me: Peer, look_s: float, still_s: float, least: int = 1) -> list[PeerRecord]:
+    """Records of a run's peers by name: once `least` are known and no more turn up for `still_s`, or `look_s` are over."""
+    records: dict[Peer, PeerRecord] = {}
+    began_s = still_since_s = time.monotonic()
+    while True:
+        count = len(records)
+        records |= {record.peer: record for record in await directory.peers() if record.peer != me}
+        now = time.monotonic()
+        if len(records) != count:
+            still_since_s = now
+        if (len(records) >= least and now - still_since_s > still_s) or now - began_s > look_s:
+            return sorted(records.values(), key=lambda record: record.peer)
+        await asyncio.sleep(ASK_S)
 
 
 def problems(addresses: Sequence[str]) -> list[str]:
