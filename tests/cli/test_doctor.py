@@ -123,6 +123,7 @@ def a_visit(transport: str = "tls", answers: int = 1, seen: str = "192.0.2.7", w
     return Visit(
         transport=transport,
         records=[a_record(f"p{n}") for n in range(3)],
+        asked=["p0", "p1", "p2"],
         answered=[f"p{n}" for n in range(answers)],
         words="their answers do not arrive",
         seen=seen,

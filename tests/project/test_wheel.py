@@ -70,6 +70,7 @@ def test_the_installed_program_trains_without_a_checkout(wheel: Path, tmp_path: 
     assert timed("shoal --version", [shoal, "--version"], elsewhere).startswith("shoal ")
     assert "\n  demo " in timed("shoal --help", [shoal, "--help"], elsewhere)
     assert "_shtab_shoal" in timed("shoal completion", [shoal, "completion", "bash"], elsewhere)
+    assert "good     packages" in timed("shoal doctor", [shoal, "doctor"], elsewhere)
     timed("shoal demo", [shoal, "demo", f"run.steps={STEPS}"], elsewhere)
     summary = json.loads((elsewhere / "runs/quickstart/summary.json").read_text())
     assert summary["steps"] == STEPS

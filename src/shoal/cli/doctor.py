@@ -81,7 +81,7 @@ def _with_invite(text: str, settings: Sequence[str], files: Path | None, show: S
     config = visitor
     try:
         config = guest.joined(invite.config, settings, files)
-        faults = [*preflight.model(config), *preflight.data(config.data), *preflight.tokenizer(config)]
+        faults = list(preflight.files(config))
     except ValueError as error:
         faults = [str(error)]
     before = [

@@ -202,7 +202,7 @@ async def _links(args: argparse.Namespace) -> int:
 async def _discover(directory: Directory, me: str, wanted: int | None) -> list[str]:
     """The run's peers, once no more of them turn up."""
     need = wanted or 2
-    names = [record.peer for record in await reach.discovered(directory, me, LOOK_S, STILL_S, need)]
+    names = [record.peer for record in await reach.discovered(directory, {me}, LOOK_S, STILL_S, need)]
     if len(names) < need:
         raise ValueError(
             f"{len(names)} of {need} peers found within {LOOK_S:.0f} s; is the run up (shoal status), and does"

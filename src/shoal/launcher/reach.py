@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,13 +106,15 @@ def few(addresses: Sequence[str], first: Sequence[str] = ()) -> tuple[str, ...]:
     return (*first, *same[:HOSTS], *[address for address in others if address not in same][:1])
 
 
-async def discovered(directory: Directory, me: Peer, look_s: float, still_s: float, least: int = 1) -> list[PeerRecord]:
-    """Records of a run's peers by name: once `least` are known and no more turn up for `still_s`, or `look_s` are over."""
+async def discovered(
+    directory: Directory, own: Container[Peer], look_s: float, still_s: float, least: int = 1
+) -> list[PeerRecord]:
+    """Records of a run's peers, but one's own, by name: once `least` are known and no more turn up for `still_s`, or `look_s` are over."""
     records: dict[Peer, PeerRecord] = {}
     began_s = still_since_s = time.monotonic()
     while True:
         count = len(records)
-        records |= {record.peer: record for record in await directory.peers() if record.peer != me}
+        records |= {record.peer: record for record in await directory.peers() if record.peer not in own}
         now = time.monotonic()
         if len(records) != count:
             still_since_s = now

@@ -2,7 +2,7 @@
 
 A visitor with a pass, as `shoal probe --run` is one: it takes no part. Whether this machine is reached from outside is asked with
 the measurements that peers answer anyway (runtime/measure.py): a peer answers over a connection that it opens itself, so each
-answer is a call back. They bound and ration what they answer; here three peers are asked for MOST_BYTES each way. Where the run uses libp2p
+answer is a call back. They bound and ration what they answer; here three peers move MOST_BYTES each way. Where the run uses libp2p
 only if TLS fails, TLS alone is tried first, so that it is known which of the two is needed.
 """
 
@@ -13,7 +13,6 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Iterator, Sequence
-from random import Random
 
 import msgspec
 
@@ -33,7 +32,8 @@ from shoal.transport.identity.passes import date
 from shoal.units import duration
 
 ADDRESSES = "invite's addresses"
-PEERS = 3  # that are measured
+PEERS = 3  # that are measured, the first that answer
+ASKED = 8  # to call back: those with the newest records, as some may have ended
 MOST_BYTES = 4 << 20  # of one transfer
 LOOK_S = 15.0  # for peers to be found
 STILL_S = 2.0  # no other peer has been found for so long
@@ -49,6 +49,7 @@ class Visit(msgspec.Struct, kw_only=True):
 
     transport: str
     records: list[PeerRecord] = []
+    asked: list[Peer] = []
     answered: list[Peer] = []
     links: list[tuple[Peer, Measured, Measured]] = []  # peer; to it, from it
     words: str = ""  # why there was no answer
@@ -77,11 +78,11 @@ def checks_before(invite: Invite, now: float) -> Iterator[Finding]:
 
 async def checks(config: Config, invite: Invite, show: Show) -> None:
     """Of the run's peers."""
-    visit = Visit(transport="")
+    visit, own = Visit(transport=""), set[Peer]()
     for transport in ("tls", "auto") if config.network.transport == "auto" else (config.network.transport,):
         network = msgspec.structs.replace(config.network, transport=transport)
         try:
-            visit = await visited(msgspec.structs.replace(config, network=network), invite)
+            visit = await visited(msgspec.structs.replace(config, network=network), invite, own)
         except (ValueError, OSError) as error:
             show(bad("peers", str(error)))
             return
@@ -123,16 +124,17 @@ def clock(records: Sequence[PeerRecord], now: float) -> Finding:
 
 
 def reachability(visit: Visit) -> Iterator[Finding]:
-    name, asked = "reached from outside", min(PEERS, len(visit.records))
+    name = "reached from outside"
+    count = f"{len(visit.answered)} of {len(visit.asked)} peers that were asked have called back"
     if not visit.records:
         yield skipped(name, "no peer was found that could call back")
     elif not visit.answered:
         yield bad(name, visit.words or "no peer calls back", "then `shoal doctor` again")
     elif visit.transport == "tls":
-        yield good(name, f"{len(visit.answered)} of {asked} peers have called back, over TLS")
+        yield good(name, f"{count}, over TLS")
     else:
         advice = "open or forward network.port for direct calls, which are faster"
-        yield warning(name, f"{len(visit.answered)} of {asked} peers have called back, over libp2p alone", advice)
+        yield warning(name, f"{count}, over libp2p alone", advice)
 
 
 def ways(visit: Visit, transport: str, alone: bool) -> Iterator[Finding]:
@@ -200,24 +202,27 @@ def speeds(links: Sequence[tuple[Peer, Measured, Measured]]) -> Iterator[Finding
         yield skipped("speed", "no peer has called back")
 
 
-async def visited(config: Config, invite: Invite) -> Visit:
+async def visited(config: Config, invite: Invite, own: set[Peer]) -> Visit:
+    """`own`: names of this visitor's earlier visits, whose records are there for a while; its name is added."""
     visit = Visit(transport=config.network.transport)
     messages: list[str] = []
     async with build.operator(config, invite, tell=messages.append) as (transport, directory):
         meter, entry = Meter(transport), Entry(directory, invite.addresses)
         receiving = asyncio.create_task(_receive(transport, meter, entry))
         try:
+            own.add(transport.name)
             await directory.announce()  # peers answer over connections of their own
-            visit.records = await reach.discovered(directory, transport.name, LOOK_S, STILL_S)
-            peers = [record.peer for record in visit.records]
-            chosen = Random(transport.name).sample(peers, min(PEERS, len(peers)))
-            answers = await asyncio.gather(*(_calls_back(meter, peer) for peer in chosen))
-            visit.answered = [peer for peer, answer in zip(chosen, answers, strict=True) if answer]
+            visit.records = await reach.discovered(directory, own, LOOK_S, STILL_S)
+            newest = sorted(visit.records, key=lambda record: -record.expires_s)
+            visit.asked = [record.peer for record in newest[:ASKED]]
+            answers = await asyncio.gather(*(_calls_back(meter, peer) for peer in visit.asked))
+            visit.answered = [peer for peer, answer in zip(visit.asked, answers, strict=True) if answer]
             membership = directory.membership
-            entry.see(membership.seen)
-            visit.own, visit.seen, visit.words = directory.own, membership.seen, entry.words(peers)
+            visit.own, visit.seen = directory.own, membership.seen
+            entry.see(membership.seen)  # as a router's address, which it adds to those that are announced
+            visit.words = entry.words([record.peer for record in visit.records])
             visit.multiaddrs = (*directory.addresses, *directory.own.multiaddrs)
-            for peer in visit.answered:  # one after the other, so that they do not share the line
+            for peer in visit.answered[:PEERS]:  # one after the other, so that they do not share the line
                 up = await meter.link(peer, MOST_BYTES)
                 ((_, down),) = await meter.ask([(peer, (transport.name,))], MOST_BYTES)
                 visit.links.append((peer, up, down))
