@@ -19,8 +19,9 @@ from shoal import guest
 from shoal.cli import demo, join, revoke
 from shoal.cli import invite as invite_command
 from shoal.launcher import reach
+from shoal.launcher.invite_text import INVITE_VARIABLE, MOST_CHARS, invite_text
 from shoal.launcher.invites import InviteBook, Issued, Office, invite_named
-from shoal.launcher.launch import INVITE_VARIABLE, PeerSpec, _environment
+from shoal.launcher.launch import PeerSpec, _environment
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.identity.passes import MAX_GRANTS, PassList
@@ -197,31 +198,31 @@ def test_an_invite_is_read_from_wherever_it_was_put(tmp_path: Path, monkeypatch:
     file.write_text("shoal1abc\n")
     file.chmod(0o600)
     monkeypatch.delenv(INVITE_VARIABLE, raising=False)
-    assert join.invite_text(["shoal1x"]) == "shoal1x"
-    assert join.invite_text([f"@{file}"]).strip() == "shoal1abc"
+    assert invite_text(["shoal1x"]) == "shoal1x"
+    assert invite_text([f"@{file}"]).strip() == "shoal1abc"
     with pytest.raises(ValueError, match="no invite"):
-        join.invite_text([])
+        invite_text([])
     with pytest.raises(ValueError, match="one invite, not 2"):
-        join.invite_text(["shoal1x", f"@{file}"])
+        invite_text(["shoal1x", f"@{file}"])
     with pytest.raises(OSError):
-        join.invite_text([f"@{tmp_path}/none"])
+        invite_text([f"@{tmp_path}/none"])
     monkeypatch.setenv(INVITE_VARIABLE, "shoal1env")
-    assert join.invite_text([]) == "shoal1env"
-    assert join.invite_text(["shoal1x"]) == "shoal1x"
+    assert invite_text([]) == "shoal1env"
+    assert invite_text(["shoal1x"]) == "shoal1x"
 
 
 def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "invite"
     file.write_text("shoal1abc")
     file.chmod(0o644)
-    join.invite_text([f"@{file}"])
+    invite_text([f"@{file}"])
     assert f"chmod 600 {file}" in capsys.readouterr().err
 
 
 def test_more_than_an_invite_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "large"
     file.write_text("x" * 1_000_000)
-    assert len(join.invite_text([f"@{file}"])) < 10_000
+    assert len(invite_text([f"@{file}"])) <= MOST_CHARS
 
 
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +241,12 @@ def test_settings_and_invite_are_told_apart() -> None:
 
 def test_standard_input_is_read_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("shoal1in\nmore\n"))
-    assert join.invite_text(["-"]) == "shoal1in\nmore\n", "a chat's line breaks do no harm"
+    assert invite_text(["-"]) == "shoal1in\nmore\n", "a chat's line breaks do no harm"
 
 
 def test_of_what_a_person_pastes_one_line_is_read() -> None:
     """So that Enter is enough."""
-    code = "from shoal.cli import join; print('got', join.invite_text(['-']).strip())"
+    code = "from shoal.launcher.invite_text import invite_text; print('got', invite_text(['-']).strip())"
     parent, child = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -15,13 +15,9 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal import guest
-from shoal.cli.join import HOW, invite_text
 from shoal.exit_codes import ExitCode
-from shoal.launcher import preflight
 from shoal.launcher.doctor.finding import Finding, Show, Verdict, bad, judged
-from shoal.launcher.launch import INVITE_VARIABLE
-from shoal.transport.identity.invite import read_invite
+from shoal.launcher.invite_text import HOW, INVITE_VARIABLE, invite_text, without_invite
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    texts = [word for word in args.words if "=" not in word or word.startswith("@")]
-    settings = [word for word in args.words if word not in texts]
+    settings = without_invite(args.words)
     findings: list[Finding] = []
 
     def show(finding: Finding) -> None:
@@ -45,8 +40,8 @@ def main(args: argparse.Namespace) -> int:
         if not args.json:
             print(finding.text(), flush=True)
 
-    if texts or os.environ.get(INVITE_VARIABLE):
-        _with_invite(invite_text(texts), settings, args.files, show)
+    if len(settings) < len(args.words) or os.environ.get(INVITE_VARIABLE):
+        _with_invite(invite_text(args.words), settings, args.files, show)
     else:
         _alone(settings, show)
     if args.json:
@@ -70,7 +65,10 @@ def _alone(settings: Sequence[str], show: Show) -> None:
 
 def _with_invite(text: str, settings: Sequence[str], files: Path | None, show: Show) -> None:
     """What the run asks of this machine is looked at, too."""
+    from shoal import guest
+    from shoal.launcher import preflight
     from shoal.launcher.doctor import machine, run
+    from shoal.transport.identity.invite import read_invite
 
     try:
         invite = read_invite(text, 0.0)

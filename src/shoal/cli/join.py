@@ -10,23 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from shoal import guest
-from shoal.launcher import checkpoints, preflight, reach, rundir
-from shoal.launcher.launch import INVITE_VARIABLE
-from shoal.launcher.launcher import Launcher, RunRequest
-from shoal.transport.identity.invite import MAX_INVITE_CHARS, read_invite
-from shoal.transport.identity.passes import date
-
-HOW = (
-    f"name it as `@FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
-)
+from shoal.launcher.invite_text import INVITE_VARIABLE, invite_text, without_invite
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +37,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
+    text, settings = invite_text(args.words), without_invite(args.words)
 
-    texts = [word for word in args.words if "=" not in word or word.startswith("@")]
-    text = invite_text(texts)
+    from shoal import guest
+    from shoal.launcher import checkpoints, preflight, reach, rundir
+    from shoal.launcher.launcher import Launcher, RunRequest
+    from shoal.transport.identity.invite import read_invite
+    from shoal.transport.identity.passes import date
+
     invite = read_invite(text, 0.0)
-    settings = [word for word in args.words if word not in texts]
     config = guest.joined(invite.config, settings, args.files)
     preflight.refuse(
         [
@@ -92,29 +85,3 @@ def _too_many(peers: int, most: int) -> Iterator[str]:
         yield f"--peers {peers}: at least one takes part"
     if peers > most:
         yield f"--peers {peers}: this invite is for {most} at a time; ask for one with more"
-
-
-def invite_text(texts: Sequence[str]) -> str:
-    """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
-    if len(texts) > 1:
-        raise ValueError(f"one invite, not {len(texts)}: {HOW}")
-    word = texts[0] if texts else os.environ.get(INVITE_VARIABLE, "")
-    if not word:
-        raise ValueError(f"no invite: {HOW}")
-    if word == "-":
-        return _from_input()
-    if not word.startswith("@"):
-        return word
-    path = Path(word[1:]).expanduser()
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        print(f"warning: others can read the invite in {path}; chmod 600 {path}", file=sys.stderr)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(MAX_INVITE_CHARS + 100)
-
-
-def _from_input() -> str:
-    """One line that a person pastes; all of it from a pipe or a file."""
-    if not sys.stdin.isatty():
-        return sys.stdin.read(MAX_INVITE_CHARS + 100)
-    print("paste the invite: ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline(MAX_INVITE_CHARS + 100)

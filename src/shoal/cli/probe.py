@@ -159,7 +159,7 @@ def _flops(value: float) -> str:
 
 async def _links(args: argparse.Namespace) -> int:
     from shoal import build, guest
-    from shoal.cli.join import invite_text
+    from shoal.launcher.invite_text import invite_text
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
     from shoal.transport.identity.invite import read_invite
