@@ -11,13 +11,14 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
-from shoal.config import Config, from_tree, overridden
+from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.config.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.host import free_bytes
@@ -60,7 +61,7 @@ FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
-VERSION = "version"  # beside the sections of the configuration in an invite
+MOST_BYTES = 1 << 16  # of an invite's configuration, as JSON
 
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {
@@ -76,34 +77,53 @@ _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
 
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+def joined(packed: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
     """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
     that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = admitted(_tree(config_json), overrides, files)
+    config = admitted(_tree(packed), overrides, files)
     place = Path(config.run.dir)
     there = next(each for each in (place, *place.absolute().parents) if each.exists())
     refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
     return config
 
 
-def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
+def visitor(packed: bytes, overrides: Sequence[str]) -> Config:
     """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return visiting(_tree(config_json), overrides)
+    return visiting(_tree(packed), overrides)
 
 
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
+def _tree(packed: bytes) -> dict[str, dict[str, Any]]:
+    protocol, _, deflated = packed.partition(b" ")
+    if protocol.isdigit() and int(protocol[:9]) != PROTOCOL:
+        raise ValueError(
+            f"the run's peers speak protocol {int(protocol[:9])}, and shoal here speaks {PROTOCOL}: install the same version on"
+            " both machines"
+        )
     try:
-        tree = msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        inflating = zlib.decompressobj(-zlib.MAX_WBITS, zdict=_usual())
+        text = inflating.decompress(deflated, MOST_BYTES)
+        if inflating.unconsumed_tail:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        return msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, ValueError, zlib.error, RecursionError) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None
-    protocol = tree.pop(VERSION, {}).get("protocol", PROTOCOL)
-    if protocol != PROTOCOL:
-        raise ValueError(
-            f"the run's peers speak protocol {protocol}, and shoal here speaks {PROTOCOL}: install the same version on both machines"
-        )
-    return tree
+
+
+def pack(tree: Mapping[str, Any]) -> bytes:
+    """Settings as an invite holds them: the protocol's number, then JSON that is compressed by what the defaults look like."""
+    deflating = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=_usual())
+    return b"%d " % PROTOCOL + deflating.compress(msgspec.json.encode(tree)) + deflating.flush()
+
+
+def _usual() -> bytes:
+    return msgspec.json.encode(to_tree(Config()))
+
+
+def shared(config: Config) -> bytes:
+    """The configuration in an invite: the run's settings that are not defaults."""
+    return pack(invite_settings(config, to_tree(config), to_tree(Config())))
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal import config as configuration
-from shoal.cli import main as program
 from shoal.config import Config
 from shoal.escaping import Faults
+from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight, reach
 
 
@@ -61,7 +61,7 @@ def test_all_faults_are_said_at_once_and_nothing_slow_is_imported(words: list[st
     Path("c.toml").write_text("")
     code = f"import sys; from shoal.cli import main; code = main.main({words!r})\nassert 'torch' not in sys.modules\nsys.exit(code)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == program.USER_ERROR, ended.stderr
+    assert ended.returncode == ExitCode.USER_ERROR, ended.stderr
     first, *lines = ended.stderr.splitlines()
     assert first == f"shoal: {4 + more} things are wrong:" and len(lines) == 4 + more
     assert not Path("runs").exists()

@@ -11,6 +11,7 @@ import pytest
 from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.core.messages import Committed
+from shoal.exit_codes import ExitCode
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning import problem as planning_problem
 from shoal.planner.inputs.profile import profile
@@ -203,7 +204,7 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
         (["--plan", "plan.json"], "tensors of 1000 bytes"),
         (["run.stages=2"], "tensors of 262144 bytes"),
     ):
-        assert program.main(["run", "run.toml", *words, "--here", "99"]) == program.USER_ERROR, "nothing is started"
+        assert program.main(["run", "run.toml", *words, "--here", "99"]) == ExitCode.USER_ERROR, "nothing is started"
         err = capsys.readouterr().err
         assert "warning: network.activation_store_bytes = 15999 holds" in err and wanted_text in err
     assert (

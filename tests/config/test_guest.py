@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shoal import build, guest
+from shoal import guest
 from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.runtime.data.dataset import open_dataset
@@ -20,7 +19,7 @@ EMULATED = ("device.executor=emulated",)
 
 
 def invite_tree(**sections: dict[str, Any]) -> bytes:
-    return json.dumps(sections).encode()
+    return guest.pack(sections)
 
 
 def test_every_field_of_the_configuration_is_decided() -> None:
@@ -105,7 +104,7 @@ def test_names_are_looked_up_below_the_directory_and_give_the_same_samples(tmp_p
         (given / f"texts/{name}.txt").write_text(f"{name} is a text " * 9)
     for path in ("texts", "texts/*.txt", "**/b.txt", "texts/a.txt"):
         tree = {"data": TEXT | {"path": path}}
-        guests = open_dataset(guest.joined(json.dumps(tree).encode(), [], given))
+        guests = open_dataset(guest.joined(guest.pack(tree), [], given))
         prefix = str(given).replace("[", "[[]") if "*" in path else str(given)
         own = open_dataset(from_tree({"data": TEXT | {"path": f"{prefix}/{path}"}}))
         assert guests.digest == own.digest
@@ -186,11 +185,12 @@ def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "text", [b'{"a":{"b":' + b"[" * 4000, b"\xff", b"[]", b'{"run":7}', b'{"run":{"peers":"many"}}']
+    "text", [b'{"a":{"b":' + b"[" * 4000, b"\xff", b"[]", b'{"run":7}', b'{"run":{"peers":"many"}}', b" " * 100_000]
 )
 def test_what_is_no_configuration_is_refused_in_words(text: bytes) -> None:
-    with pytest.raises(ValueError):
-        guest.joined(text, [])
+    for data in (text, guest.pack(msgspec.Raw(text)), guest.pack(msgspec.Raw(text))[:-2]):
+        with pytest.raises(ValueError):
+            guest.joined(data, [])
 
 
 def test_an_invite_tells_names_without_the_way_to_them() -> None:
@@ -202,13 +202,11 @@ def test_an_invite_tells_names_without_the_way_to_them() -> None:
         ("texts/*.txt", "texts/*.txt"),
     ):
         config = from_tree({"data": {"source": "text", "path": own}, "device": {"threads": 3}, "run": {"dir": "/x"}})
-        shared = json.loads(build.shared(config))
-        assert shared.pop("version") == {"protocol": PROTOCOL}
-        assert shared == {"data": {"source": "text", "path": others}}
+        assert guest.shared(config) == guest.pack({"data": {"source": "text", "path": others}})
 
 
 def test_an_invite_of_another_version_says_so_at_once() -> None:
-    text = json.dumps({"version": {"protocol": PROTOCOL + 1}}).encode()
+    text = b"%d " % (PROTOCOL + 1) + b"whatever that version writes"
     with pytest.raises(
         ValueError, match=f"speak protocol {PROTOCOL + 1}, and shoal here speaks {PROTOCOL}: install the same"
     ):

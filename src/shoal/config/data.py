@@ -69,7 +69,8 @@ class Data(Section, frozen=True):
         str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
     ] = ""
     digest: Annotated[
-        str, Meta(description='The data must have this SHA-256, or may be anything for ""; an invite sets it.')
+        str,
+        Meta(description='The data must have a SHA-256 that begins so, or may be anything for ""; an invite sets it.'),
     ] = ""
 
 

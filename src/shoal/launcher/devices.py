@@ -71,6 +71,11 @@ def cores(root: Path = ROOT) -> int:
         return count
 
 
+def drivers(root: Path = ROOT) -> set[str]:
+    """Kinds of cards whose driver is on this machine."""
+    return {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
+
+
 def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = ROOT) -> None:
     """ValueError: the device that the user named is not there. What torch alone can find out, the peers check."""
     kind, _, number = device.kind.partition(":")
@@ -110,14 +115,14 @@ def refuse_uncompilable(device: Device, inherited: Mapping[str, str]) -> None:
 def _refuse_unusable(device: str, kind: str, root: Path) -> None:
     """ValueError: PyTorch is not built for that kind of device, or this machine has no driver for it."""
     build = {name for name, version in _build().items() if version}
-    drivers = {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
-    usable = {"cuda" if name == "hip" else name for name in build & drivers} | (
+    drivers_there = drivers(root)
+    usable = {"cuda" if name == "hip" else name for name in build & drivers_there} | (
         {"mps"} if sys.platform == "darwin" else set()
     )
     version = importlib.metadata.version("torch")
     if kind not in usable:
         why = f"PyTorch {version} is built for {' and '.join(sorted(build)) or 'the CPU alone'}"
-        drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
+        drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers_there)) or 'no card'}"
         there = ", ".join(["cpu", *sorted(usable)])
         raise ValueError(f"device.kind = {device!r}: {why}, and {drivers_here}; there is {there}; try device.kind=auto")
 

@@ -51,11 +51,17 @@ def refuse(faults: Iterable[str]) -> None:
 def machine(config: Config) -> Iterator[str]:
     """What this machine lacks to train by that configuration."""
     yield from room(config)
+    yield from files(config)
+    if config.device.executor != "emulated":
+        yield from device(config.device)
+
+
+def files(config: Config) -> Iterator[str]:
+    """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
         yield from data(config.data)
         yield from tokenizer(config)
-        yield from device(config.device)
 
 
 # --------------------------------------------------------------------------------------------------------------- data

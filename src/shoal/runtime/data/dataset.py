@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from shoal.config import Config, Data, Train, microbatches
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
 from shoal.runtime.data.rows import Rows
 from shoal.runtime.data.sampling import MixedSamples, PackedSamples, Samples, StreamedSamples
 from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+
+if TYPE_CHECKING:  # `shoal invite` reads the digest alone, and need not wait for torch
+    import torch
 
 
 class Dataset:
@@ -38,6 +41,8 @@ class Dataset:
 
     def microbatch(self, step: int, index: int) -> torch.Tensor:
         """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
+        import torch
+
         size = self._train.microbatch
         first = (step * microbatches(self._train) + index) * size
         with self._lock:
