@@ -27,7 +27,7 @@ from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.executor.base import digest_of
 from shoal.model import stages
-from shoal.numerics.optimizer import learning_rate
+from shoal.numerics.schedule import learning_rate
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.records.account import CommittedStep
 

@@ -53,7 +53,7 @@ MACHINE = frozenset(
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
     device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
-    device.machine device.threads device.count
+    device.machine device.threads device.count log.to
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.

@@ -86,7 +86,7 @@ def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
     watch.hear(
         "p1", PeerProgress("b", sent=Traffic(activations=5), kept_most=StoredBytes(4, 5, 6)), 2.0
     )  # since it began, not since the last line
-    watch.remove("p1")
+    watch.remove("p1", 3.0, well=False)
     summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
     assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
     assert summary.traffic["p1"].sent == Traffic(activations=5)

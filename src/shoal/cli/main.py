@@ -33,6 +33,7 @@ COMMANDS = {
     "revoke": "revoke an invite or a peer of a run",
     "join": "take part in a run with an invite",
     "status": "show the state of a run",
+    "watch": "show a run as a live page in the browser, and its metrics to Prometheus",
     "export": "write a run's adapters for PEFT, or merged into their base model",
     "generate": "sample text from a checkpoint",
     "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",

@@ -26,6 +26,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.dashboard import plot
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.exit_codes import ExitCode
@@ -109,6 +110,7 @@ class LocalTraining:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
         self._output = OutputFiles(directory, self._warn)
+        self._log = StepLog(config, directory, self._warn, tuple(watch.resumed.steps))
         self._shown_s = self._written_s = float("-inf")
 
     def run(self) -> int:
@@ -116,7 +118,8 @@ class LocalTraining:
 
         replace(self.directory / "config.toml", configuration.text(self.config).encode())
         early = ""
-        with Terminal() as terminal, _asked_to_stop(self), contextlib.closing(self._output):
+        closing = contextlib.closing
+        with Terminal() as terminal, _asked_to_stop(self), closing(self._output), closing(self._log):
             try:
                 while self.alone.done < self.config.run.steps and not self.stopped:
                     self._step(terminal)
@@ -141,6 +144,7 @@ class LocalTraining:
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         self._output.commit(step)
+        self._log.add(step)
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
             self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
@@ -155,6 +159,7 @@ class LocalTraining:
         terminal.show(snapshot)
         if now - self._written_s >= SHOW_S:
             self._written_s = now
+            self._log.flush(snapshot)
             snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
             self._output.put("status.json", escaped_json(msgspec.json.encode(snapshot)))
 

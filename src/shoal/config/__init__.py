@@ -7,7 +7,7 @@ follows from several. Why they do not stand in their owners' packages: docs/desi
 
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
-from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices
+from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices, tokens_per_step
 from shoal.config.device import Device
 from shoal.config.model import Model
 from shoal.config.network import Network
@@ -43,5 +43,6 @@ __all__ = [
     "slices",
     "text",
     "to_tree",
+    "tokens_per_step",
     "validate",
 ]

@@ -20,6 +20,11 @@ def local_batch(config: Config) -> int:
     return train.local_sequences(config.train, config.run)
 
 
+def tokens_per_step(config: Config) -> int:
+    """Tokens of one step, all peers together."""
+    return config.train.batch * config.train.local_steps * config.data.sequence
+
+
 def slices(config: Config) -> int:
     """Parts of a microbatch that are on the device one after another."""
     return device.slices(config.device, config.train)

@@ -11,6 +11,7 @@ from shoal.config import checkpoint, data, device, model, network, run, train, t
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
 from shoal.config.device import Device
+from shoal.config.log import Log
 from shoal.config.model import Model
 from shoal.config.network import Network
 from shoal.config.plan import Plan
@@ -32,6 +33,7 @@ class Config(Section, frozen=True):
     device: Device = Device()
     checkpoint: Checkpoint = Checkpoint()
     plan: Plan = Plan()
+    log: Log = Log()
 
 
 def problems(config: Config) -> Iterator[str]:

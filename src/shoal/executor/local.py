@@ -23,7 +23,8 @@ from torch import Tensor
 
 from shoal.config import Config, Train, local_batch, microbatches
 from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
-from shoal.numerics.optimizer import OptimizerStep, Schedule, learning_rate, nesterov_, norm_sq
+from shoal.numerics.optimizer import OptimizerStep, Schedule, nesterov_, norm_sq
+from shoal.numerics.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 

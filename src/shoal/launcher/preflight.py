@@ -23,6 +23,7 @@ from pathlib import Path
 
 from shoal.config import Config, Device
 from shoal.config.data import Data
+from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
 from shoal.launcher import devices
 from shoal.launcher.planning import problem
@@ -51,6 +52,7 @@ def refuse(faults: Iterable[str]) -> None:
 def machine(config: Config) -> Iterator[str]:
     """What this machine lacks to train by that configuration."""
     yield from room(config)
+    yield from steplog.missing(config)
     yield from files(config)
     if config.device.executor != "emulated":
         yield from device(config.device)
