@@ -99,7 +99,7 @@ def stands_beside(config: Config, stage: int, group: Group) -> None:
         averaged = (one.contribution() + many.contribution()) / 2
         assert torch.equal(many.contribution(7, 1234), many.contribution()[7:1234])
         for each in (one, many):
-            each.apply(averaged, 1.5, step)
+            each.apply(averaged, 1.5, step, 1.25)
             each.zero(step + 1)
         assert many.digest() == one.digest()
         assert not many.sum.any()

@@ -48,5 +48,7 @@ def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator
         yield "tune.method = 'lora' adapts a trained model; name its directory with model.path"
     if device.executor == "swapping":
         yield "device.executor = 'swapping' does not run adapters yet; try device.executor=resident with more stages"
+    if device.count > 1:
+        yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
     if model.boundary != "none":
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"

@@ -85,9 +85,7 @@ def route(text: str) -> RelayRoute | None:
 def request(identity: Identity, membership: Membership, nonce: bytes, target: Peer) -> bytes:
     """With its length before it."""
     signature = identity.sign("relay", nonce + target.encode())
-    data = msgspec.msgpack.encode(
-        Request(identity.name, target, identity.public, membership.proof, signature)
-    )
+    data = msgspec.msgpack.encode(Request(identity.name, target, identity.public, membership.proof, signature))
     return _length.pack(len(data)) + data
 
 

@@ -67,6 +67,7 @@ class Contribution(msgspec.Struct, frozen=True, tag=True):
 class Apply(msgspec.Struct, frozen=True, tag=True):
     norm: float
     step: int
+    scale: float
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):

@@ -66,8 +66,8 @@ def _carry_out(member: Member, command: commands.Command, count: int) -> None:
                 member.zero()
             case Contribution(start, stop):
                 member.contribution(start, stop)
-            case Apply(norm, step):
-                member.apply(None, norm, step)
+            case Apply(norm, step, scale):
+                member.apply(None, norm, step, scale)
             case Gather(kind):
                 member.gather(kind)
             case Load(kind):

@@ -93,9 +93,9 @@ class Member:
     def contribution(self, start: int, stop: int) -> Tensor:
         return self._gather(self._sum, start, stop)
 
-    def apply(self, reduced: Tensor | None, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor | None, norm: float, step: int, scale: float) -> None:
         """`reduced`: the stage's averaged gradient at rank 0, None elsewhere."""
-        self._master.apply(self._scatter(reduced), norm, step)
+        self._master.apply(self._scatter(reduced), norm, step, scale)
 
     def gather(self, kind: int) -> Tensor:
         """The parameters, or one of the moments, as one flat tensor at rank 0."""
@@ -186,7 +186,7 @@ class _Called:
 
     def __init__(self, stage: HuggingFaceStage, module: nn.Module) -> None:
         self.first, self.last, self.vocabulary = stage.first, stage.last, stage.vocabulary
-        self.named_parameters = stage.named_parameters
+        self.named_parameters, self.frozen = stage.named_parameters, stage.frozen
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")
 class Sharded:
     """See base.Executor; `state` and `sum` are copies on the host. Of a group's executors only the newest may be used."""
 
+    base = ""
+
     def __init__(self, config: Config, stage: int, source: str | None = None, group: Group | None = None) -> None:
         self._config = config
         self._group = group or group_of(base.device_of(config), config.device.count)
@@ -72,10 +74,10 @@ class Sharded:
         stop = max(start, stop)
         return self._group.all(Contribution(start, stop), lambda: self._member.contribution(start, stop))
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
-        self._group.all(Apply(norm, step), lambda: self._member.apply(reduced, norm, step))
+        self._group.all(Apply(norm, step, scale), lambda: self._member.apply(reduced, norm, step, scale))
 
     def state(self) -> dict[str, Tensor]:
         """A copy: no process has the whole."""
