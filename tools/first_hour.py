@@ -125,7 +125,8 @@ def run(parts: Sequence[Part], missing: str) -> int:
     failed = 0
     for part in parts:
         command = part.rehearsal if missing else part.on_card
-        lacking = f"it needs {part.cards} cards" if not missing and torch.cuda.device_count() < part.cards else ""
+        too_few = not missing and part.cards > max(1, torch.cuda.device_count())
+        lacking = f"it needs {part.cards} cards" if too_few else ""
         if lacking or not command:
             print(f"SKIPPED  {part.name}: {lacking or missing}. It asks: {part.bound}", flush=True)
             continue

@@ -23,11 +23,13 @@ from shoal.executor.shards.member import connect
 
 DEADLINE_S = 60.0  # for the slowest process to reach an exchange; between two lie a block's forward and backward
 END_S = 5.0  # for a follower to end by itself
+GONE_S = 0.2  # for one whose connections broke to have an exit status
 T = TypeVar("T")
 
 
 class Group:
-    """One at a time in a process, whose default process group it uses. Any thread may call it, one at a time."""
+    """One at a time in a process, whose default process group it uses. Any thread may call it, one at a time. DeviceLost, from every
+    method: a process failed or hangs, and the group has ended."""
 
     def __init__(self, device: torch.device, count: int, deadline_s: float = DEADLINE_S) -> None:
         self.kind = device.type, count
@@ -35,16 +37,16 @@ class Group:
         store = f"{folder.name}/store"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.close = weakref.finalize(self, _end, self.processes, folder)
-        try:
+
+        def run() -> None:
             for rank in range(1, count):
                 self.processes.append(_follower())
                 start = commands.Start(device=device.type, rank=rank, count=count, store=store, deadline_s=deadline_s)
                 self._send(self.processes[-1], start)
             self._wait_ready(self.processes)
             connect(device, 0, count, store, deadline_s)
-        except BaseException:
-            self.close()
-            raise
+
+        self._guarded("Start", run)
 
     def build(self, command: commands.Build) -> None:
         """In one follower after another: each has the whole stage in host memory until it is cut."""
@@ -54,19 +56,19 @@ class Group:
                 self._send(process, command)
                 self._wait_ready([process])
 
-        self._guarded(command, run)
+        self._guarded("Build", run)
 
     def all(self, command: commands.Command, own: Callable[[], T]) -> T:
-        """Every process carries out the command; `own` is this one's part. DeviceLost: one of them failed or hangs."""
+        """Every process carries out the command; `own` is this one's part."""
 
         def run() -> T:
             for process in self.processes:
                 self._send(process, command)
             return own()
 
-        return self._guarded(command, run)
+        return self._guarded(type(command).__name__, run)
 
-    def _guarded(self, command: commands.Command, work: Callable[[], T]) -> T:
+    def _guarded(self, what: str, work: Callable[[], T]) -> T:
         try:
             if not self.close.alive:
                 raise RuntimeError("the group of devices has ended")
@@ -76,8 +78,7 @@ class Group:
         except Exception as error:  # whatever one process fails with, the others wait for it in vain
             reason = self._reason(error)
             self.close()
-            what = f"{type(command).__name__} over {self.kind[1]} devices"
-            raise base.DeviceLost(f"{what}: {reason}") from error
+            raise base.DeviceLost(f"{what} over {self.kind[1]} devices: {reason}") from error
 
     def _send(self, process: subprocess.Popen[bytes], command: commands.Start | commands.Command) -> None:
         assert process.stdin is not None
@@ -87,13 +88,12 @@ class Group:
         for process in processes:
             assert process.stdout is not None
             if process.stdout.read(1) != b"r":
-                process.wait(END_S)
-                raise RuntimeError(f"{self._reason(None)}; its log says why")
+                raise RuntimeError("the log says why")
 
-    def _reason(self, error: Exception | None) -> str:
-        codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
+    def _reason(self, error: Exception) -> str:
+        codes = {rank: _exit_code(process) for rank, process in enumerate(self.processes, 1)}
         ended = [f"the process of device {rank} ended ({code})" for rank, code in codes.items() if code is not None]
-        return "; ".join([*ended, *([str(error).partition("\n")[0] or type(error).__name__] if error else [])])
+        return "; ".join([*ended, str(error).partition("\n")[0] or type(error).__name__])
 
 
 _groups: list[Group] = []  # at most one: as torch's default process group, of the process
@@ -116,6 +116,13 @@ def _follower() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(GONE_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _end(processes: list[subprocess.Popen[bytes]], folder: Any) -> None:
