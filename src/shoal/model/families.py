@@ -59,7 +59,12 @@ def hf_config(config: Config) -> PreTrainedConfig:
         if "qk_rope_head_dim" in field_names:
             fields.pop("head_dim")  # latent attention has several head sizes of its own
         fields = _as_named_by(field_names, family, fields)
-    fields |= config.model.extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
+    extra = config.model.extra
+    if isinstance(rope := extra.get("rope_parameters"), dict):  # the base that the weights were trained with stays
+        fields.pop("rope_scaling", None)  # older directories' word for it
+        stored = fields.get("rope_parameters") or {}
+        extra = extra | {"rope_parameters": {key: stored[key] for key in ("rope_theta",) if key in stored} | rope}
+    fields |= extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
     try:
         hf = config_class.from_dict(fields)
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
@@ -168,7 +173,8 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
     if isinstance(positions, int) and config.data.sequence > positions:
         raise ValueError(
             f"data.sequence = {config.data.sequence} is above the {positions} positions of {where}; try data.sequence={positions},"
-            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones"
+            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones,"
+            " with a rope for them where its own is too short (model.extra.rope_parameters)"
         )
 
 
