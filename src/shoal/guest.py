@@ -261,6 +261,10 @@ def _refuse_out_of_bounds(config: Config) -> None:
         value = getattr(getattr(config, section), field)
         if not low <= value <= high:
             raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
+    _refuse_extra(config)
+
+
+def _refuse_extra(config: Config) -> None:
     extra = config.model.extra
     nested = [(f"{name}.{key}", part) for name, of in extra.items() if isinstance(of, dict) for key, part in of.items()]
     for name, value in [*extra.items(), *nested]:
