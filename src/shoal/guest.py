@@ -283,8 +283,14 @@ def _refuse_out_of_bounds(config: Config) -> None:
         value = getattr(getattr(config, section), field)
         if not low <= value <= high:
             raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
-    for name, value in config.model.extra.items():
-        if name in _SIZES:
+    _refuse_extra(config)
+
+
+def _refuse_extra(config: Config) -> None:
+    extra = config.model.extra
+    nested = [(f"{name}.{key}", part) for name, of in extra.items() if isinstance(of, dict) for key, part in of.items()]
+    for name, value in [*extra.items(), *nested]:
+        if name in _SIZES and not (name == "vocab_size" and config.model.path):
             raise ValueError(f"this invite sets model.extra.{name}, which has a field of its own in [model]")
         if isinstance(value, int | float) and not abs(value) <= _EXTRA_MOST:
             raise ValueError(f"this invite sets model.extra.{name} = {value:g}; a guest takes up to {_EXTRA_MOST:,}")

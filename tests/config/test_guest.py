@@ -121,6 +121,15 @@ def test_a_model_and_a_tokenizer_are_looked_up_there_too(tmp_path: Path) -> None
         guest.joined(tree, [], tmp_path)
 
 
+def test_a_vocabulary_that_was_resized_and_a_rope_are_taken_from_an_invite(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    extra = {"vocab_size": 300, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+    tree = {"path": "llama", "extra": extra}
+    assert guest.joined(invite_tree(model=tree, data={"digest": DIGEST}), [], tmp_path).model.extra == extra
+    with pytest.raises(ValueError, match=r"a guest takes up to 16,777,216"):
+        guest.joined(invite_tree(model=tree | {"extra": {"vocab_size": 2**25}}, data={"digest": DIGEST}), [], tmp_path)
+
+
 def test_a_guest_names_things_on_its_own_command_line() -> None:
     words = ["data.path=~/mine", "data.tokenizer=gpt2", "model.path=/m", "checkpoint.url=/c"]
     sections = {
@@ -176,6 +185,8 @@ def test_the_runs_name_stays_below_its_directory(name: str) -> None:
         {"model": {"extra": {"num_hidden_layers": 10**12}}},
         {"model": {"extra": {"max_position_embeddings": 10**12}}},
         {"model": {"extra": {"num_local_experts": 2**20}}},
+        {"model": {"extra": {"rope_parameters": {"factor": 1e12}}}},
+        {"model": {"extra": {"vocab_size": 300}}},
     ],
 )
 def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, Any]) -> None:

@@ -285,7 +285,23 @@ def test_a_stream_gives_the_same_sample_in_any_order_of_asking(monkeypatch: pyte
     assert any(first > 0 for first in reading.opened)  # going back does not start at the first document
 
 
-def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_block_of_a_stream_is_read_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [b"x" * 50, b"y" * 50] * 40
+    held, reading = a_stream(monkeypatch, texts)
+    held.sample(0)
+    assert held._ahead is not None
+    held._ahead.join()
+    assert list(held._blocks) == [0, 1] and reading.opened == [0]
+    held.sample(64)
+    held._ahead.join()
+    assert list(held._blocks) == [0, 1, 2] and reading.opened == [0]
+    whole, _ = a_stream(monkeypatch, texts)
+    assert [held.sample(i).tolist() for i in range(1100)] == [whole.sample(i).tolist() for i in range(1100)]
+
+
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """In the block that is asked for, which fails; or in the next one, which is then read again when it is needed."""
     texts = [b"x" * 50, b"y" * 50] * 10
     held, _ = a_stream(monkeypatch, texts)
     whole, _ = a_stream(monkeypatch, texts)
@@ -295,15 +311,17 @@ def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal calls
         calls += 1
         for number, text in enumerate(texts[first:]):
-            if calls == 1 and number == 7:
+            if calls == 1 and number == at:
                 raise OSError("connection reset")
             yield a_document(text)
 
     held._documents = broken
+    if at == 0:
+        with pytest.raises(OSError, match="reset"):
+            held.sample(0)
     assert held.sample(0).tolist() == whole.sample(0).tolist()
-    with pytest.raises(OSError, match="reset"):
-        held.sample(70)
     assert held.sample(70).tolist() == whole.sample(70).tolist()
+    assert calls == 2
 
 
 def test_a_stream_shorter_than_one_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,9 @@ def boundary(config: Config) -> BoundaryShape:
 
 def hidden_size(config: Config) -> int:
     """Width of the model; a model directory overrides the settings."""
-    if "hidden_size" in config.model.extra:
-        return int(config.model.extra["hidden_size"])
+    hidden = config.model.extra.get("hidden_size")
+    if isinstance(hidden, int | float):
+        return int(hidden)
     if config.model.path:
         fields = json.loads((Path(config.model.path) / "config.json").read_text())
         return int((fields["model"] if fields.get("model_type") == MODEL_TYPE else fields)["hidden_size"])

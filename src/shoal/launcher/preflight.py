@@ -210,8 +210,14 @@ def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for what it cannot read
         yield f"{file} is no tokenizer: {' '.join(str(error).split())}"
         return
-    if not config.model.path and ids > config.model.vocab_size:
-        yield f"{where} has {ids} ids, model.vocab_size = {config.model.vocab_size}; set model.vocab_size to at least {ids}"
+    known, setting = config.model.vocab_size, "model.vocab_size"
+    if config.model.path:
+        try:
+            known, setting = problem.shape(config).vocabulary, "model.extra.vocab_size"
+        except (ValueError, OSError):
+            return  # which `model` tells, or dataset.py once the family's own configuration is read
+    if ids > known:
+        yield f"{where} has {ids} ids, {setting} = {known}; set {setting} to at least {ids}"
 
 
 def _not_on_hub(name: str) -> str:

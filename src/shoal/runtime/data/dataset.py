@@ -56,9 +56,10 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
     tokenizer = open_tokenizer(config.data.tokenizer)
     limit = vocabulary(config)
     if tokenizer.vocabulary > limit:
+        setting = "model.extra.vocab_size" if config.model.path else "model.vocab_size"
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocabulary} ids, "
-            f"the model's vocabulary {limit}; set model.vocab_size to at least {tokenizer.vocabulary}"
+            f"the model's vocabulary {limit}; set {setting} to at least {tokenizer.vocabulary}"
         )
     if config.data.document_end not in (-1, tokenizer.separator):
         raise ValueError(

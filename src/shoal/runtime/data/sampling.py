@@ -7,10 +7,12 @@ own. A stream is read block by block and shuffled within a block, since it canno
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +25,10 @@ Documents = Callable[[int], Iterator[Tokens]]  # tokens of the documents from th
 
 BLOCK_TOKENS = 1 << 20  # a streamed corpus is shuffled within blocks of so many: 8 MiB in memory, seconds to tokenise
 MIX = 1000  # consecutive samples in which each of several corpora has its share
-STREAM_BLOCKS = 2  # kept in memory: consecutive steps can need two blocks
+STREAM_BLOCKS = 3  # kept in memory: consecutive steps can need two blocks, and one is read ahead
+
+
+log = logging.getLogger(__name__)
 
 
 class Samples(Protocol):
@@ -120,8 +125,9 @@ def _mix(x: int) -> int:
 class StreamedSamples:
     """A corpus that can only be read from front to back, such as a streamed dataset.
 
-    Samples are shuffled within blocks. Going back reopens the stream at the block's first document; a resumed run reads
-    on from the beginning to its place, since no one knows where that is in the documents."""
+    Samples are shuffled within blocks; while one is used, the next is read and tokenised on another thread. Going back reopens the
+    stream at the block's first document; a resumed run reads on from the beginning to its place, since no one knows where that
+    is in the documents."""
 
     def __init__(self, documents: Documents, sequence: int, seed: int, name: str, describe: str) -> None:
         self._documents = documents
@@ -132,6 +138,7 @@ class StreamedSamples:
         self._blocks: dict[int, npt.NDArray[np.int32]] = {}
         self._reader: Iterator[npt.NDArray[np.int32]] | None = None
         self._next = 0  # the block that the reader gives next
+        self._ahead: Thread | None = None  # that reads block _next; nothing else uses the reader meanwhile
         self._count: int | None = None  # samples of an epoch, once the end was seen
         self.digest = hashlib.sha256(name.encode()).hexdigest()
         self.describe = f"{describe}, streamed; sha256 of its name and tokenizer {self.digest[:16]}"
@@ -149,8 +156,26 @@ class StreamedSamples:
 
     def _block(self, number: int) -> npt.NDArray[np.int32]:
         """Block `number` of the epoch; at the stream's end, whatever the last read gave."""
-        if number in self._blocks:
-            return self._blocks[number]
+        block = self._blocks.get(number)
+        if block is None:
+            if self._ahead is not None:
+                self._ahead.join()
+            block = self._blocks.get(number)
+        if block is None:
+            block = self._read_block(number)
+        idle = self._ahead is None or not self._ahead.is_alive()
+        if idle and self._next == number + 1 and self._reader is not None:
+            self._ahead = Thread(target=self._read_ahead, args=(self._next,), name="shoal-data", daemon=True)
+            self._ahead.start()
+        return block
+
+    def _read_ahead(self, number: int) -> None:
+        try:
+            self._read_block(number)
+        except Exception as error:  # noqa: BLE001 - a library's or the network's: whoever needs the block reads it again
+            log.warning("block %d of the data could not be read ahead: %s", number, error)
+
+    def _read_block(self, number: int) -> npt.NDArray[np.int32]:
         if self._reader is None or self._next > number:
             self._next = min(number, len(self._starts) - 1)
             self._reader = self._read(self._next)
