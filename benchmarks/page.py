@@ -59,7 +59,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, RecordedRun(Path(place) / "swarm", args.peers, args.stages) as run:
         for _ in range(300):
             run.tick()
-        command = [sys.executable, "-m", "shoal.cli.main", "watch", str(run.output.path), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "shoal.cli.main",
+            "watch",
+            str(run.output.path),
+            "--port",
+            "0",
+            "--parent",
+            str(os.getpid()),
+        ]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

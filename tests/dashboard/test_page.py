@@ -18,6 +18,8 @@ from tests.recorded_run import RecordedRun
 from shoal.cli import watch
 from shoal.launcher.watching import page
 from shoal.launcher.watching.reader import RunReader
+from shoal.planner.strategy import plan as plans
+from shoal.planner.strategy.plan import Prediction, StagePlan
 
 WHY = "the extra `page` is not installed"
 uvicorn = pytest.importorskip("uvicorn", reason=WHY)
@@ -158,6 +160,31 @@ def test_a_finished_run_and_a_dead_one_are_shown(run: RecordedRun, tmp_path: Pat
     over = state_of(run.output.path)
     assert over["phase"] == "finished" and "Every sample counted once." in over["summary"]
     assert {peer["state"] for peer in over["peers"]} == {"left"}
+
+
+def with_plan(run: RecordedRun) -> None:
+    """The run follows a plan that predicts 1.6 s a step; it takes 2 s."""
+    stages = tuple(StagePlan(stage, stage + 1, (f"a{stage}", f"b{stage}")) for stage in range(3))
+    predicted = Prediction(1.6, 40_000.0, 1.2, 0.3, 0.1, 1e6, "stage 1: compute of a1")
+    plans.save(plans.Plan(3, stages, predicted=predicted), run.output.path / "plan.json")
+
+
+def test_the_prediction_of_a_plan_stands_beside_what_is_measured(run: RecordedRun) -> None:
+    assert state_of(run.output.path)["forecast"] is None
+    with_plan(run)
+    forecast = state_of(run.output.path)["forecast"]
+    assert (forecast["step_s"], forecast["tokens_per_s"]) == (1.6, 40_000.0) and "a1" in forecast["bottleneck"]
+    assert forecast["text"].startswith("the plan predicted 1.60 s a step; measured 2.00 s (+25%)")
+
+
+def test_a_machine_alone_has_no_peers(run: RecordedRun) -> None:
+    path = run.output.path / "status.json"
+    status = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(
+        msgspec.json.encode(status | {"stages": 0, "peers": [], "state": "step 11: 3 of 128 microbatches"})
+    )
+    state = state_of(run.output.path)
+    assert (state["phase"], state["stages"], state["bottleneck"]) == ("running", [], None)
 
 
 def test_every_answer_forbids_what_is_elsewhere_and_nothing_asks_for_it(run: RecordedRun) -> None:

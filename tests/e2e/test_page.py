@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dashboard.test_page import with_plan
 from tests.recorded_run import RecordedRun
 
 from shoal.cli import watch
@@ -169,6 +170,30 @@ def test_a_screen_reader_finds_its_way(browser: Any, run: RecordedRun) -> None:
         )
         tab.keyboard.press("Tab")
         assert tab.evaluate("document.activeElement.textContent") == "Skip to the table of peers"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("peers", "stages"), [(6, 3), (80, 8)])
+def test_axe_finds_no_barrier(browser: Any, tmp_path: Path, peers: int, stages: int, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="tools/browser.sh installs axe")
+    with RecordedRun(tmp_path / "six", peers, stages) as run:
+        run.tick(30.0)
+        run.kill("p4")
+        run.join("p99", 0)
+        run.tick(10.0)
+        with shown(browser, run.output.path, color_scheme=scheme, bypass_csp=True) as tab:
+            tab.wait_for_selector("#rate canvas")
+            violations = axe.Axe().run(tab).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in violations] == []
+
+
+def test_the_prediction_is_a_line_and_a_table(browser: Any, run: RecordedRun) -> None:
+    with shown(browser, run.output.path) as tab:
+        assert not tab.locator("#forecast").is_visible()
+        with_plan(run)
+        tab.wait_for_selector("#forecast dl")
+        assert "+25 %" in text(tab, "#forecast") and "stage 1: compute of a1" in text(tab, "#forecast")
+        expect(tab.locator("#rate .u-legend")).to_contain_text("predicted")
 
 
 def test_the_axis_of_the_charts_can_be_chosen(browser: Any, run: RecordedRun) -> None:

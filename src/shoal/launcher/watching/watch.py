@@ -25,6 +25,7 @@ from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Loca
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
+COMMITS = 20  # of these at most are commits, which every other event is rarer than
 RECENT_STEPS = 20  # that the live tokens per second are measured over
 _SAVED = re.compile(r"step (\d{1,15}) saved at (.*?)(?: in \d+ copies)?", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
@@ -109,6 +110,9 @@ class RunMonitor:
         serial = self.happenings[-1].serial + 1 if self.happenings else 1
         text = escaped(self._named(text))
         self.happenings.append(Happening(serial, now - self.started_s, escaped(kind), text, label))
+        commits = [event for event in self.happenings if event.kind == "commit"]
+        if len(commits) > COMMITS:
+            self.happenings.remove(commits[0])
 
     def _named(self, text: str) -> str:
         """With peers' labels, or the beginnings of their names, instead of the whole."""

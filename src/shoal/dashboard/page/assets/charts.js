@@ -3,6 +3,7 @@ import { clock, short, trimmed } from "./format.js";
 
 const SMOOTH = 60; // the bold line is a mean over two times this part of all steps
 const MOST = 6000; // points kept here; beyond, every second one is dropped
+const MINUTES = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map((m) => 60 * m), ...[1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720].map((h) => 3600 * h)];
 const AXES = { time_s: clock, tokens: short, step: short };
 
 export class Charts {
@@ -66,7 +67,7 @@ export class Charts {
       cursor: { sync: { key: sync.key }, drag: { setScale: true } },
       scales: { x: { time: false }, y: at ? { range: (_, __, high) => [0, (high || 1) * 1.1] } : {} },
       series: [{ label: this.axis === "time_s" ? "time" : this.axis === "step" ? "step" : "tokens", value: shown(format) }, ...kinds[at]],
-      axes: [{ ...axis, space: 4.5 * size, size: 2 * size, values: (_, ticks) => ticks.map(format) }, { ...axis, size: 3.6 * size, values: (_, ticks) => labels(ticks) }],
+      axes: [{ ...axis, ...(this.axis === "time_s" ? { incrs: MINUTES } : {}), space: 4.5 * size, size: 2 * size, values: (_, ticks) => ticks.map(format) }, { ...axis, size: 3.6 * size, values: (_, ticks) => labels(ticks) }],
     }, data, Object.values(this.places)[at]));
     this.plots.forEach((plot) => plot.root.setAttribute("aria-hidden", "true")); // described below
     this.describe();
@@ -78,7 +79,8 @@ export class Charts {
   }
 
   size(place) {
-    return { width: place.clientWidth, height: place.clientHeight - 1.9 * parseFloat(getComputedStyle(document.documentElement).fontSize) };
+    const rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    return { width: place.clientWidth, height: parseFloat(getComputedStyle(place).getPropertyValue("--plot")) * rem };
   }
 
   resize() {

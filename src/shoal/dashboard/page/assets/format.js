@@ -40,7 +40,7 @@ export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.round(seconds), m = Math.floor(s / 60), h = Math.floor(m / 60), d = Math.floor(h / 24);
   if (s < 60) return `${s} s`;
-  if (m < 60) return `${m} min ${s % 60} s`;
+  if (m < 60) return m < 10 ? `${m} min ${s % 60} s` : `${m} min`;
   if (h < 24) return `${h} h ${m % 60} min`;
   return `${d} d ${h % 24} h`;
 }

@@ -19,6 +19,7 @@ export class Pipeline {
     while (this.stages.length < count) this.stages.push(this.stage());
     this.section.classList.toggle("dense", peers.length > DENSE);
     this.section.classList.toggle("many", state.stages.length > MANY);
+    this.list.style.gridTemplateColumns = state.stages.length > MANY ? "" : this.stages.map((_, at) => (state.stages[at + 1] ? "minmax(0, 1fr) auto" : "minmax(0, 1fr)")).join(" ");
     const most = Math.max(1, ...state.stages.map((stage) => Math.max(stage.activations_Bps, stage.gradients_Bps)));
     this.stages.forEach((stage, at) => {
       const seated = at < state.stages.length;
@@ -50,6 +51,7 @@ export class Pipeline {
     const empty = figures?.needed && !living.length;
     setText(stage.title, figures ? `Stage ${figures.number}` : "No stage yet");
     setText(stage.rate, figures && figures.rate ? `${trimmed(figures.rate)} mb/s` : "");
+    if (!stage.rate.title) stage.rate.title = "microbatches per second that its peers pass when busy";
     setText(stage.badge, figures?.bottleneck ? "bottleneck" : empty ? "nobody serves it" : "");
     setData(stage.item, "bottleneck", figures?.bottleneck || null);
     setData(stage.item, "empty", empty || null);
@@ -74,12 +76,11 @@ export class Pipeline {
       setText(label, peer.label);
       setText(star, peer.leading ? "★" : "");
       star.hidden = !peer.leading;
-      setText(figure, ["gone", "left", "loading"].includes(peer.state) ? peer.state : peer.rate ? `${trimmed(peer.rate)} mb/s` : peer.machine);
+      setText(figure, ["gone", "left", "loading"].includes(peer.state) ? peer.state : peer.rate ? `${trimmed(peer.rate)}/s` : peer.machine);
       const words = `${peer.label}, ${peer.state}${peer.leading ? ", leads" : ""}${peer.reason ? `: ${peer.reason}` : ""}`;
       if (node.title !== words) { node.title = words; star.setAttribute("aria-label", "leads"); star.setAttribute("role", "img"); }
     });
-    if (dense) { stage.peers.setAttribute("role", "img"); stage.peers.setAttribute("aria-label", summary(peers)); }
-    else { stage.peers.removeAttribute("role"); stage.peers.removeAttribute("aria-label"); }
+    stage.peers.setAttribute("aria-hidden", dense); // the line above says how many; the table has each
   }
 
   flow(wire, Bps, most) {
