@@ -176,6 +176,13 @@ class Daemon:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
+    def restart(self) -> None:
+        """This machine has another address: libp2p would wait half a minute for answers to the old one."""
+        if self._process is not None and self._users and not self.ended:
+            self._output.last_line = "this machine's address has changed"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+
     async def ask(self, request: Any, wait_s: float) -> Any:
         """OSError (TimeoutError too) when the daemon refuses, with its words, or does not answer."""
         async with asyncio.timeout(wait_s):

@@ -20,12 +20,14 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
 from shoal.core.messages import Peer
+from shoal.transport.addresses import is_loopback
 from shoal.transport.budget import Allowance, Budget
 from shoal.transport.directory.background_loop import BackgroundLoop
 from shoal.transport.directory.records import RELAY
@@ -111,6 +113,7 @@ class Relays:
 
     def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
         self.announce: Callable[[tuple[str, ...]], None] = lambda routes: None
+        self.moved: list[Callable[[tuple[str, ...]], None]] = []  # called, in the owner's loop, with this machine's new addresses
         self.passed_bytes = 0  # for others, as a relay
         self.circuits = 0  # joined now
         self._identity, self._membership, self._tell = identity, membership, tell
@@ -124,10 +127,11 @@ class Relays:
         self._accepted: Counter[tuple[str, int]] = Counter()  # connections that wait at those relays
         self._refused: dict[tuple[str, int], float] = {}  # until when
         self._take: Callable[[socket.socket], None] = socket.socket.close
-        self._hosts: Callable[[], Iterable[str]] = tuple
+        self._hosts: Callable[[], tuple[str, ...]] = tuple
+        self._offers: set[asyncio.Task[None]] = set()
         self._open = False
 
-    def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], Iterable[str]]) -> None:
+    def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], tuple[str, ...]]) -> None:
         """`take` gets each connection that a caller has reached this peer through; `hosts` are this machine's own addresses."""
         self._take, self._hosts, self._open = take, hosts, True
         self._loop.start()
@@ -245,18 +249,32 @@ class Relays:
     async def _look(self) -> None:
         """Keep as many connections waiting as this peer needs."""
         named: tuple[str, ...] = ()
+        hosts = self._hosts()
         tasks: Counter[tuple[str, int]] = Counter()
         while True:
             await asyncio.sleep(CHECK_S)
+            if (now := self._hosts()) != hosts and not all(map(is_loopback, now)):
+                hosts = now
+                self._move(hosts)
             for place in self._chosen() if self._unreachable() else ():
                 while tasks[place] < WAITING:
                     tasks[place] += 1
                     task = self._loop.create_task(self._offer(*place))
+                    self._offers.add(task)
+                    task.add_done_callback(self._offers.discard)
                     task.add_done_callback(lambda _, place=place: tasks.subtract([place]))  # type: ignore[misc]
             routes = tuple(f"{RELAY}{host}/{port}" for (host, port), count in self._accepted.items() if count > 0)
             if routes != named:
                 named = routes
                 self._loop.call_in_owner(lambda routes=routes: self.announce(routes))  # type: ignore[misc]
+
+    def _move(self, hosts: tuple[str, ...]) -> None:
+        """This machine has other addresses: whatever waits elsewhere under the old ones waits in vain."""
+        self._membership.seen = ""
+        for task in list(self._offers):
+            task.cancel()
+        for call in self.moved:
+            self._loop.call_in_owner(partial(call, hosts))
 
     def _unreachable(self) -> bool:
         """Others see another address than this machine's; or nobody has called."""

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from typing import Any
 
 from shoal.core.messages import Peer
 from shoal.transport import addresses, relay
@@ -56,7 +56,7 @@ class TlsTransport(StreamTransport[Hop]):
 
     async def start(self) -> None:
         await super().start()
-        self._tls.start_relays(self.take)
+        self._tls.start_relays(self)
 
     @property
     def address(self) -> Address:
@@ -84,10 +84,11 @@ class Tls:
         self._bound: Address | None = None
         self._warnings = Warnings(log)
 
-    def start_relays(self, take: Callable[[socket.socket], None]) -> None:
+    def start_relays(self, transport: StreamTransport[Any]) -> None:
         if self._relays is not None and self._bound is not None:
             bound = self._bound[0]
-            self._relays.start(take, lambda: addresses.announced(bound))
+            self._relays.moved.append(transport.moved)
+            self._relays.start(transport.take, lambda: addresses.announced(bound))
 
     async def start(self) -> tuple[socket.socket, ...]:
         host, port = self._asked
@@ -158,6 +159,16 @@ class Tls:
         if self._relays is not None and not connection.relayed:
             self._relays.answered()
         return channel, certificate_key_id(channel.certificate())
+
+    def called(self, peer: Peer, host: str) -> None:
+        """A peer whose machine has another address by now is reached there, before the directory says so. Not at a router's."""
+        routes = self._routes.get(peer)
+        if not host or not routes or any(isinstance(each, RelayRoute) or each[0] == host for each in routes):
+            return
+        known, private = _place(routes[0]), ipaddress.ip_address(host).is_private
+        if ipaddress.ip_address(known[0]).is_private == private:
+            self._routes[peer] = [(host, known[1]), *routes]
+            self._tries.pop(peer, None)
 
     def reached(self, peer: Peer, route: Hop) -> None:
         self._tries.pop(peer, None)

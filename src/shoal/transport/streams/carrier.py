@@ -54,6 +54,9 @@ class Carrier(Protocol[Route]):
     def answer(self, connection: Connection) -> Opening:
         """Authenticate a connection that was just accepted."""
 
+    def called(self, peer: Peer, host: str) -> None:
+        """A peer that has proven itself calls from that host; '' where the network does not say. In the listener's thread."""
+
     def reached(self, peer: Peer, route: Route) -> None:
         """The route works. Called in an engine's thread, like `failed`."""
 
