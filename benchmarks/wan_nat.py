@@ -2,16 +2,15 @@
 
     python benchmarks/wan_nat.py [--seconds 60] [--kind "full cone" ...]
 
-A founder with an open port, and two hosts behind a router of each kind, 50 ms apart (network.transport = auto, network.discovery = dht). Each
-calls every other until it has answered. The seconds count from the moment at which both listen; the route is the caller's first, and the
-one that it has at the end: direct (TLS to its port), punched (libp2p, router to router) or relayed (libp2p, through the founder).
+A founder with an open port, and two hosts behind a router of each kind, 50 ms apart (network.transport = auto, discovery = dht). Each
+calls every other until it has answered. The seconds count from the moment at which both listen; the route is the one that the caller
+has then: direct (TLS to its port), relayed (relay.py), or libp2p over a connection that the other has made or over libp2p's relay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,11 @@ def measure(kinds: list[str], seconds: float) -> list[dict[str, Any]]:
                 words = [sys.executable, str(CALLER), str(folder), host]
                 lab.start(host, [*words, "founder"] if host == "founder" else words, stdout=log, stderr=errors)
         time.sleep(seconds)
-        names = {(folder / f"{host}.name").read_text(): host for host in lab.topology.hosts if (folder / f"{host}.name").exists()}
+        names = {
+            (folder / f"{host}.name").read_text(): host
+            for host in lab.topology.hosts
+            if (folder / f"{host}.name").exists()
+        }
         rows, started = [], {}
         for host in lab.topology.hosts:
             for line in (folder / f"{host}.log").read_text().splitlines():
@@ -51,7 +54,9 @@ def measure(kinds: list[str], seconds: float) -> list[dict[str, Any]]:
                 else:
                     rows.append({"from": host, "to": names[record["peer"]], "s": record["s"], "over": record["over"]})
         for row in rows:
-            row["s"] = round(row["s"] - max(started[row["from"]], started[row["to"]] if row["to"] != "founder" else 0), 1)
+            row["s"] = round(
+                row["s"] - max(started[row["from"]], started[row["to"]] if row["to"] != "founder" else 0), 1
+            )
         for host in lab.topology.hosts:
             if text := (folder / f"{host}.errors").read_text():
                 print(f"--- {host}\n{text[-1500:]}", file=sys.stderr)

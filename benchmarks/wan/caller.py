@@ -1,8 +1,8 @@
 """One host of wan_nat.py: calls every other peer of a run through the configured transport, until each has answered. Ends with its lab.
 
-    python caller.py FOLDER HOST                joins by FOLDER/invite, once that is there, and prints one JSON line per peer that has
-                                                answered: its name, the seconds since the start, and over what
-    python caller.py FOLDER HOST founder        is what the invite leads to: its addresses are written to FOLDER/addresses
+python caller.py FOLDER HOST                joins by FOLDER/invite, once that is there, and prints one JSON line per peer that has
+                                            answered: its name, the seconds since the start, and over what
+python caller.py FOLDER HOST founder        is what the invite leads to: its addresses are written to FOLDER/addresses
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal.core.messages import Refused
 from shoal.transport.base import Incoming
 from shoal.transport.daemon import Daemon, multiaddr, protobuf, public_key
 from shoal.transport.identity.identity import key_id, key_id_of
-from shoal.transport.relay import RelayRoute
 from shoal.transport.identity.invite import Authority, read_invite
+from shoal.transport.relay import RelayRoute
 
 AGAIN_S = 0.5  # between two calls of a peer that has not answered
 

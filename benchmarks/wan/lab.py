@@ -48,7 +48,7 @@ class AccessRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands between a host and its line (nat.h). A connection that is `idle` for longer is forgotten there, silently or with a reset."""
+    """What stands between a host and its line (nat.h). A connection that is `idle` for longer is forgotten, silently or with a reset."""
 
     host: str = ANY
     kind: Literal["open", "firewall", "full cone", "address-restricted", "port-restricted", "symmetric"] = "open"
@@ -57,7 +57,7 @@ class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PathRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets; larger ones than `mtu` vanish without a word."""
+    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets; those larger than `mtu` vanish."""
 
     sender: str = ANY
     receiver: str = ANY
@@ -95,9 +95,17 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The commands that give a host its own address, where it is not the one that the emulator gives it."""
         number = self._index(host) + 1
         if host in self.ipv6:
-            return ("ip addr flush dev wan0", f"ip -6 addr add fd77::{number:x}/64 dev wan0 nodad", "ip -6 route add default dev wan0")
+            return (
+                "ip addr flush dev wan0",
+                f"ip -6 addr add fd77::{number:x}/64 dev wan0 nodad",
+                "ip -6 route add default dev wan0",
+            )
         if any(KINDS.index(rule.kind) >= FIRST_ROUTER for rule in self.gate if rule.host in (ANY, host)):
-            return ("ip addr flush dev wan0", f"ip addr add 192.168.0.{number}/24 dev wan0", "ip route add default dev wan0")
+            return (
+                "ip addr flush dev wan0",
+                f"ip addr add 192.168.0.{number}/24 dev wan0",
+                "ip route add default dev wan0",
+            )
         return ()
 
     def words(self) -> list[str]:

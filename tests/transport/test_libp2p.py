@@ -25,7 +25,7 @@ from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.libp2p import Libp2pTransport, DaemonStream
+from shoal.transport.libp2p import DaemonStream, Libp2pTransport
 from shoal.transport.streams.congestion import ACK_BYTES, FLOOR_BYTES
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 

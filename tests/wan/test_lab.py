@@ -42,7 +42,9 @@ print(answer == hashlib.sha256(data).digest(), connected - start, time.monotonic
 """
 
 
-def transfer(lab: ModuleType, topology: Any, nbytes: int, *changes: Any, timeout_s: int = 60, address: str = "11.77.0.2") -> str:
+def transfer(
+    lab: ModuleType, topology: Any, nbytes: int, *changes: Any, timeout_s: int = 60, address: str = "11.77.0.2"
+) -> str:
     """What SEND prints on a, with b answering, after these changes."""
     with lab.Lab(topology) as open_lab:
         receiver = open_lab.start("b", [sys.executable, "-c", ANSWER, address], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""What happens to real lines in the middle of a run: an address that changes, idle connections that are forgotten, a black hole, a router."""
+"""What happens to real lines while peers talk: an address that changes, idle connections that are forgotten, routers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def main():
     while True:
         item = await transport.receive()
         if isinstance(item, Incoming):
-            print("heard", item.message.index, relays.passed_bytes, flush=True)
+            print("heard", item.message.index, relays.service.passed_bytes, flush=True)
         elif isinstance(item, Lost):
             print("lost", item.reason, flush=True)
 
@@ -119,9 +119,7 @@ def test_a_quiet_connection_outlives_a_middlebox_that_forgets_idle_ones(
 
 
 @pytest.mark.parametrize("kinds", [("symmetric", "symmetric"), ("firewall", "port-restricted")])
-def test_two_peers_behind_routers_meet_through_a_third(
-    real: ModuleType, folder: Path, kinds: tuple[str, str]
-) -> None:
+def test_two_peers_behind_routers_meet_through_a_third(real: ModuleType, folder: Path, kinds: tuple[str, str]) -> None:
     gates = tuple(real.GateRule(host, kind) for host, kind in zip("ab", kinds, strict=True))
     with real.Lab(real.Topology(("a", "b", "r"), gate=gates)) as lab:
         r = Peer(lab, folder, "r", "a", "0.0.0.0")

@@ -23,15 +23,13 @@ from shoal.transport.identity.identity import Identity, certificate_key_id, clie
 from shoal.transport.identity.invite import Membership
 from shoal.transport.relay import RelayRoute, Relays
 from shoal.transport.streams import handshake
-from shoal.transport.streams.carrier import Detached, Opening
+from shoal.transport.streams.carrier import Detached, Opening, tuned
 from shoal.transport.streams.engine import Channel, Connection, PlainStream, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
-DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
-UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 DIRECT_S = 1.0  # for a TCP connection to a peer that waits at relays: it has no open port, as a rule
 DETACHED = "it is a relayed connection"
@@ -271,23 +269,3 @@ def _connected(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
-
-
-def tuned(sock: socket.socket) -> socket.socket:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wishes = (  # a dead line is noticed within about ten seconds where the system lets us say so
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
-        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-        ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
-    )
-    for name, value in wishes:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        except (AttributeError, OSError):  # this system does not know it, or does not allow it
-            continue
-    return sock
