@@ -2,9 +2,9 @@
 
     python benchmarks/wan_nat.py [--seconds 60] [--kind "full cone" ...]
 
-A founder with an open port, and two hosts behind a router of each kind, 50 ms apart (network.transport = auto, network.discovery = dht). Each
-calls every other until it has answered. The seconds count from the moment at which both listen; the route is the caller's first, and the
-one that it has at the end: direct (TLS to its port), punched (libp2p, router to router) or relayed (libp2p, through the founder).
+A founder with an open port, and two hosts behind a router of each kind, 50 ms apart (network.transport = auto, discovery = dht). Each
+calls every other until it has answered. The seconds count from the moment at which both listen; the route is the one that the caller
+has then: direct (TLS to its port), relayed (relay.py), or libp2p over a connection that the other has made or over libp2p's relay.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class AccessRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands between a host and its line (nat.h). A connection that is `idle` for longer is forgotten there, silently or with a reset."""
+    """What stands between a host and its line (nat.h). A connection that is `idle` for longer is forgotten, silently or with a reset."""
 
     host: str = ANY
     kind: Literal["open", "firewall", "full cone", "address-restricted", "port-restricted", "symmetric"] = "open"
@@ -57,7 +57,7 @@ class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PathRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets; larger ones than `mtu` vanish without a word."""
+    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets; those larger than `mtu` vanish."""
 
     sender: str = ANY
     receiver: str = ANY

@@ -155,6 +155,7 @@ async def peer(
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
         relays.announce = partial(_name_relays, directory, node.contacts.announce_now)
+        relays.moved += [partial(_name_hosts, directory, node.contacts.announce_now), lambda hosts: daemon.restart()]
         yield node
 
 
@@ -191,6 +192,14 @@ def _name_relays(directory: Directory, announce: Callable[[], None], routes: tup
     own = directory.own
     kept = [each for each in own.addresses if not each.startswith(RELAY)]
     directory.own = msgspec.structs.replace(own, addresses=(*routes, *kept)[:MAX_ADDRESSES])
+    announce()
+
+
+def _name_hosts(directory: Directory, announce: Callable[[], None], hosts: tuple[str, ...]) -> None:
+    """In this peer's record, from now on."""
+    own = directory.own
+    kept = (*hosts[1:], *own.relays, *own.multiaddrs)
+    directory.own = msgspec.structs.replace(own, host=hosts[0], addresses=kept[:MAX_ADDRESSES])
     announce()
 
 

@@ -94,7 +94,7 @@ def test_a_peer_without_an_open_port_is_reached_through_a_relay() -> None:
             a.transport.send(b.name, BoundaryTensor(0, 1, 9, 1, False), (Blob("uint8", (len(data),), data),))
             received = await b.take()
             assert received.peer == a.name and bytes(received.blobs[0].data) == data
-            assert r.relays.passed_bytes > len(data)
+            assert r.relays.service.passed_bytes > len(data)
             assert a.membership.seen == "", "the relay's address is not where this peer's calls come from"
 
     run(story)
@@ -179,7 +179,7 @@ def test_a_full_relay_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(relay, "CIRCUITS", 0)
             a.transport.learn(b.name, (*nowhere(), *b.routes))
             a.transport.send(b.name, HELLO)
-            assert isinstance(await a.take(), Lost) and r.relays.passed_bytes == 0
+            assert isinstance(await a.take(), Lost) and r.relays.service.passed_bytes == 0
 
     run(story)
 

@@ -68,7 +68,7 @@ class AutoTransport(StreamTransport[tls.Hop | Route]):
 
     async def start(self) -> None:
         await super().start()
-        self._both.tls.start_relays(self.take)
+        self._both.tls.start_relays(self)
 
     @property
     def address(self) -> Address:
@@ -118,6 +118,9 @@ class EitherCarrier:
 
     def answer(self, connection: Connection) -> Opening:
         return (yield from (self.libp2p if connection.sock.family == socket.AF_UNIX else self.tls).answer(connection))
+
+    def called(self, peer: Peer, host: str) -> None:
+        self.tls.called(peer, host)
 
     def reached(self, peer: Peer, route: tls.Hop | Route) -> None:
         failed = self._failed.get(peer)

@@ -152,13 +152,12 @@ class Daemon:
     async def start(self) -> None:
         """ValueError when it cannot listen, or there is no such program for this system."""
         self._users += 1
-        if self._users > 1:
-            return
-        try:
-            await self._start()
-        except BaseException:
-            await self.close()
-            raise
+        if self._users == 1:
+            try:
+                await self._start()
+            except BaseException:
+                await self.close()
+                raise
 
     async def close(self) -> None:
         if not self._users:
@@ -175,6 +174,12 @@ class Daemon:
             await self._end(self._process)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def restart(self) -> None:
+        """This machine has another address: libp2p would wait half a minute for answers to the old one."""
+        if self._process is not None and self._users and self._process.poll() is None:
+            self._output.last_line = "this machine's address has changed"
+            os.killpg(self._process.pid, 9)
 
     async def ask(self, request: Any, wait_s: float) -> Any:
         """OSError (TimeoutError too) when the daemon refuses, with its words, or does not answer."""

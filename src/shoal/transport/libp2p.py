@@ -164,6 +164,9 @@ class Libp2p:
         route = self._routes.get(peer)
         return route if route != before else None
 
+    def called(self, peer: Peer, host: str) -> None:
+        return
+
     def reached(self, peer: Peer, route: Route) -> None:
         return
 

@@ -1,12 +1,13 @@
 """Relays: how a peer that nobody reaches directly (behind a router or a firewall) is reached, through a peer that both reach.
 
-A peer without an open port keeps a few waiting connections at relays: peers that it has reached itself. Its record in the directory names
-them. Whoever cannot reach it directly connects to a relay and asks for that peer; the relay joins both connections and passes bytes. TLS
-runs from end to end, so a relay reads nothing. Every peer of a run with a TLS port is a relay; connections and bytes per second have bounds.
+A peer without an open port keeps a few waiting connections at relays: peers that it has reached itself. Its record in the directory
+names them. Whoever cannot reach it directly connects to a relay and asks for that peer; the relay joins both connections and passes
+bytes. TLS runs from end to end, so a relay reads nothing. Every peer of a run with a TLS port is a relay; connections and bytes per
+second have bounds.
 
-On the port for TLS a relayed connection begins with CALL, where TLS has its own first byte. The relay answers with a nonce, and the caller
-with a signed request (`Request`) and its pass. Then the relay says WAIT to a peer that waits, and JOINED to both ends; it closes whatever it
-refuses. For tls.py, in a background loop.
+On the port for TLS a relayed connection begins with CALL, where TLS has its own first byte. The relay answers with a nonce, and the
+caller with a signed request (`Request`) and its pass. Then the relay says WAIT to a peer that waits, and JOINED to both ends; it closes
+whatever it refuses. For tls.py, in a background loop.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
 from shoal.core.messages import Peer
+from shoal.transport.addresses import is_loopback
 from shoal.transport.budget import Allowance, Budget
 from shoal.transport.directory.background_loop import BackgroundLoop
 from shoal.transport.directory.records import RELAY
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.identity.invite import Membership
+from shoal.transport.streams.carrier import tuned
 
 log = logging.getLogger(__name__)
 
@@ -103,64 +107,25 @@ def checked(data: bytes, nonce: bytes, membership: Membership) -> Request:
     return asked
 
 
-class Relays:
-    """Both sides: serves as a relay, and waits at others' where this peer needs that. `tell` receives words for the user, in any thread;
-    `announce` what the peer's record should name, in the owner's loop."""
+class RelayService:
+    """Joins callers' connections with those that wait here. `tell` receives words for the user, in any thread. In one loop."""
 
-    def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
-        self.announce: Callable[[tuple[str, ...]], None] = lambda routes: None
-        self.passed_bytes = 0  # for others, as a relay
+    def __init__(self, membership: Membership, tell: Callable[[str], None]) -> None:
+        self.passed_bytes = 0
         self.circuits = 0  # joined now
-        self._identity, self._membership, self._tell = identity, membership, tell
-        self._loop = BackgroundLoop("shoal relay")
+        self._membership, self._tell = membership, tell
         self._budget = Budget(RATE)
-        self._reported_bytes = 0.0
+        self._reported_bytes = 0
         self._waiting: dict[Peer, deque[socket.socket]] = {}
         self._arrived = asyncio.Event()  # another connection waits
-        self._reached: dict[tuple[str, int], float] = {}  # of peers, directly: since when
-        self._answered = False  # somebody has reached this peer directly
-        self._accepted: Counter[tuple[str, int]] = Counter()  # connections that wait at those relays
-        self._refused: dict[tuple[str, int], float] = {}  # until when
-        self._take: Callable[[socket.socket], None] = socket.socket.close
-        self._hosts: Callable[[], Iterable[str]] = tuple
-        self._open = False
-
-    def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], Iterable[str]]) -> None:
-        """`take` gets each connection that a caller has reached this peer through; `hosts` are this machine's own addresses."""
-        self._take, self._hosts, self._open = take, hosts, True
-        self._loop.start()
-        self._loop.post(lambda: self._loop.create_task(self._look()))
 
     def close(self) -> None:
-        self._open = False
-        self._loop.close()
         for sockets in self._waiting.values():
             for each in sockets:
                 each.close()
 
-    # ------------------------------------------------------------------------------------------- from engines' threads
-
-    def reached(self, host: str, port: int) -> None:
-        """A peer was reached there directly."""
-        if (host, port) not in self._reached and len(self._reached) < WAITING_PEERS:
-            self._reached[host, port] = time.monotonic()
-
-    def lost(self, host: str, port: int) -> None:
-        self._reached.pop((host, port), None)
-
-    def answered(self) -> None:
-        self._answered = True
-
-    def serve(self, sock: socket.socket) -> None:
-        """A connection to this peer's port that begins with CALL. It is the relay's from now on."""
-        if self._open:
-            self._loop.post(lambda: self._loop.create_task(self._serve(sock)))
-        else:
-            sock.close()
-
-    # ------------------------------------------------------------------------------------------------ being a relay
-
-    async def _serve(self, sock: socket.socket) -> None:
+    async def serve(self, sock: socket.socket) -> None:
+        """Until that connection ends, or waits here."""
         loop, keep = asyncio.get_running_loop(), False
         try:
             async with asyncio.timeout(OPENING_S):
@@ -238,23 +203,88 @@ class Relays:
             if (debt_s := self._budget.debt_s(now)) > 0:
                 await asyncio.sleep(debt_s)
 
-    # ---------------------------------------------------------------------------------------------- waiting at relays
+
+class Relays:
+    """This peer as a relay (`service`), and waiting at others' relays where it needs that. `announce` receives what its record should
+    name, in the owner's loop."""
+
+    def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
+        self.announce: Callable[[tuple[str, ...]], None] = lambda routes: None
+        self.moved: list[
+            Callable[[tuple[str, ...]], None]
+        ] = []  # called in the owner's loop: other addresses from now on
+        self.service = RelayService(membership, tell)
+        self._identity, self._membership = identity, membership
+        self._loop = BackgroundLoop("shoal relay")
+        self._reached: dict[tuple[str, int], float] = {}  # of peers, directly: since when
+        self._answered = False  # somebody has reached this peer directly
+        self._accepted: Counter[tuple[str, int]] = Counter()  # connections that wait at those relays
+        self._refused: dict[tuple[str, int], float] = {}  # until when
+        self._take: Callable[[socket.socket], None] = socket.socket.close
+        self._hosts: Callable[[], tuple[str, ...]] = tuple
+        self._offers: set[asyncio.Task[None]] = set()
+        self._open = False
+
+    def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], tuple[str, ...]]) -> None:
+        """`take` gets each connection that a caller has reached this peer through; `hosts` are this machine's own addresses."""
+        self._take, self._hosts, self._open = take, hosts, True
+        self._loop.start()
+        self._loop.post(lambda: self._loop.create_task(self._look()))
+
+    def close(self) -> None:
+        self._open = False
+        self._loop.close()
+        self.service.close()
+
+    # ------------------------------------------------------------------------------------------- from engines' threads
+
+    def reached(self, host: str, port: int) -> None:
+        """A peer was reached there directly."""
+        if (host, port) not in self._reached and len(self._reached) < WAITING_PEERS:
+            self._reached[host, port] = time.monotonic()
+
+    def lost(self, host: str, port: int) -> None:
+        self._reached.pop((host, port), None)
+
+    def answered(self) -> None:
+        self._answered = True
+
+    def serve(self, sock: socket.socket) -> None:
+        """A connection to this peer's port that begins with CALL. It is the relay's from now on."""
+        if self._open:
+            self._loop.post(lambda: self._loop.create_task(self.service.serve(sock)))
+        else:
+            sock.close()
 
     async def _look(self) -> None:
         """Keep as many connections waiting as this peer needs."""
         named: tuple[str, ...] = ()
+        hosts = self._hosts()
         tasks: Counter[tuple[str, int]] = Counter()
         while True:
             await asyncio.sleep(CHECK_S)
+            if (now := self._hosts()) != hosts and not all(map(is_loopback, now)):
+                hosts = now
+                self._move(hosts)
             for place in self._chosen() if self._unreachable() else ():
                 while tasks[place] < WAITING:
                     tasks[place] += 1
                     task = self._loop.create_task(self._offer(*place))
+                    self._offers.add(task)
+                    task.add_done_callback(self._offers.discard)
                     task.add_done_callback(lambda _, place=place: tasks.subtract([place]))  # type: ignore[misc]
             routes = tuple(f"{RELAY}{host}/{port}" for (host, port), count in self._accepted.items() if count > 0)
             if routes != named:
                 named = routes
                 self._loop.call_in_owner(lambda routes=routes: self.announce(routes))  # type: ignore[misc]
+
+    def _move(self, hosts: tuple[str, ...]) -> None:
+        """This machine has other addresses: whatever waits elsewhere under the old ones waits in vain."""
+        self._membership.seen = ""
+        for task in list(self._offers):
+            task.cancel()
+        for call in self.moved:
+            self._loop.call_in_owner(partial(call, hosts))
 
     def _unreachable(self) -> bool:
         """Others see another address than this machine's; or nobody has called."""
@@ -272,7 +302,8 @@ class Relays:
     async def _offer(self, host: str, port: int) -> None:
         """One connection that waits at a relay, until a caller has come by it or it breaks."""
         place, loop = (host, port), asyncio.get_running_loop()
-        sock, counted = _tuned(socket.AF_INET6 if ":" in host else socket.AF_INET), False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock, counted = tuned(socket.socket(family, socket.SOCK_STREAM)), False
         try:
             async with asyncio.timeout(OPENING_S):
                 await loop.sock_connect(sock, place)
@@ -293,12 +324,6 @@ class Relays:
             self._accepted[place] -= counted
             if sock is not None:
                 sock.close()
-
-
-def _tuned(family: int) -> socket.socket:
-    from shoal.transport.tls import tuned
-
-    return tuned(socket.socket(family, socket.SOCK_STREAM))
 
 
 def _is_open(sock: socket.socket) -> bool:

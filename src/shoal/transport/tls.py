@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from typing import Any
 
 from shoal.core.messages import Peer
 from shoal.transport import addresses, relay
@@ -23,15 +23,13 @@ from shoal.transport.identity.identity import Identity, certificate_key_id, clie
 from shoal.transport.identity.invite import Membership
 from shoal.transport.relay import RelayRoute, Relays
 from shoal.transport.streams import handshake
-from shoal.transport.streams.carrier import Detached, Opening
+from shoal.transport.streams.carrier import Detached, Opening, tuned
 from shoal.transport.streams.engine import Channel, Connection, PlainStream, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
-DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
-UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 DIRECT_S = 1.0  # for a TCP connection to a peer that waits at relays: it has no open port, as a rule
 DETACHED = "it is a relayed connection"
@@ -56,7 +54,7 @@ class TlsTransport(StreamTransport[Hop]):
 
     async def start(self) -> None:
         await super().start()
-        self._tls.start_relays(self.take)
+        self._tls.start_relays(self)
 
     @property
     def address(self) -> Address:
@@ -84,10 +82,11 @@ class Tls:
         self._bound: Address | None = None
         self._warnings = Warnings(log)
 
-    def start_relays(self, take: Callable[[socket.socket], None]) -> None:
+    def start_relays(self, transport: StreamTransport[Any]) -> None:
         if self._relays is not None and self._bound is not None:
             bound = self._bound[0]
-            self._relays.start(take, lambda: addresses.announced(bound))
+            self._relays.moved.append(transport.moved)
+            self._relays.start(transport.take, lambda: addresses.announced(bound))
 
     async def start(self) -> tuple[socket.socket, ...]:
         host, port = self._asked
@@ -158,6 +157,16 @@ class Tls:
         if self._relays is not None and not connection.relayed:
             self._relays.answered()
         return channel, certificate_key_id(channel.certificate())
+
+    def called(self, peer: Peer, host: str) -> None:
+        """A peer whose machine has another address by now is reached there, before the directory says so. Not at a router's."""
+        routes = self._routes.get(peer)
+        if not host or not routes or any(isinstance(each, RelayRoute) or each[0] == host for each in routes):
+            return
+        known, private = _place(routes[0]), ipaddress.ip_address(host).is_private
+        if ipaddress.ip_address(known[0]).is_private == private:
+            self._routes[peer] = [(host, known[1]), *routes]
+            self._tries.pop(peer, None)
 
     def reached(self, peer: Peer, route: Hop) -> None:
         self._tries.pop(peer, None)
@@ -260,23 +269,3 @@ def _connected(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
-
-
-def tuned(sock: socket.socket) -> socket.socket:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wishes = (  # a dead line is noticed within about ten seconds where the system lets us say so
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
-        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-        ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
-    )
-    for name, value in wishes:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        except (AttributeError, OSError):  # this system does not know it, or does not allow it
-            continue
-    return sock

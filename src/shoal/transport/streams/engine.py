@@ -120,6 +120,16 @@ class Engine:
         self.post(lambda: None)
         self._thread.join()
 
+    def fail_if(self, broken: Callable[[Connection], bool], error: Exception) -> None:
+        """End every connection of which this is true."""
+
+        def end() -> None:
+            for connection in list(self._connections):
+                if broken(connection):
+                    self._fail(connection, error)
+
+        self.post(end)
+
     # ----------------------------------------------------------------------------------------------- in this thread
 
     def adopt(self, connection: Connection) -> None:

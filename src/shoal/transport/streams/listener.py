@@ -144,10 +144,11 @@ class Listener:
         except HandshakeRefused as refusal:
             yield from handshake.write(stream, encode_rejection(refusal))
             raise HandshakeRefused(f"key {key}: {refusal}") from None
+        seen = "" if connection.relayed else _caller(connection.sock)
+        self._carrier.called(hello.name, seen)
         connection.failed = lambda error: self._receiver.failed(hello.name, hello.kind, connection, error)
         for other in displaced:
             self._receiver.disconnect(other.peer, other.kind)
-        seen = "" if connection.relayed else _caller(connection.sock)
         answer = encode_hello(self._name, hello.name, hello.kind, self._membership, seen)
         yield from handshake.write(stream, answer)
         connection.deadline = None
