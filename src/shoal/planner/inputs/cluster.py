@@ -14,7 +14,7 @@ and unlimited for a device's own lines.
     flops = "35 TFLOP/s"                   sustained, in the run's dtype
     memory_bytes = "24 GB"
     up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
-                                           losses_per_h, region
+                                           egress_price_per_GB, losses_per_h, region
 
     [[links]]                              some pairs, by names of devices or regions; both ways unless one_way = true
     from = "ohio"
@@ -59,6 +59,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     down_Bps: float = 0.0
     disk_Bps: float = 0.0  # the slower of writing and reading
     price_per_h: float = 0.0
+    egress_price_per_GB: float = 0.0  # of what it sends
     losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
     region: str = ""
     basis: str = "stated"  # where its figures are from; `shoal probe` writes that they were measured
