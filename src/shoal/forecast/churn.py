@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -152,60 +152,68 @@ def _tides(churn: Churn, horizon_s: float, rank: float) -> Absences:
 
 
 def _replay(changes: tuple[Change, ...], absences: list[Absences], horizon_s: float, seed: int) -> None:
-    """Copies of the record side by side, each on as many slots as it has nodes at most; a larger record is thinned."""
+    """Copies of the record side by side, each on as many slots as it has nodes at most; a larger record is thinned. A copy's slots lie
+    apart, so that what a record takes at once is not one stage of a plan."""
     slots = len(absences)
     if most(changes) > slots:
         changes = some(changes, math.ceil(most(changes) / slots)) or changes
-    width = max(1, most(changes))
-    for copy, first in enumerate(range(0, slots, width)):
-        lane = list(range(first, min(first + width, slots)))
-        present: dict[int, float] = {}  # since when it is absent
-        for at_s, slot, joins in _lane(changes, lane, horizon_s, Random(f"{seed}/record/{copy}")):
-            if joins:
-                absences[slot].append((present.pop(slot), at_s))
+    copies = math.ceil(slots / max(1, most(changes)))
+    for copy in range(copies):
+        lane = _Lane(changes, range(copy, slots, copies), Random(f"{seed}/record/{copy}"))
+        lane.play(horizon_s)
+        for slot, at_s, end_s in lane.absences:
+            absences[slot].append((at_s, end_s))
+
+
+class _Lane:
+    """One copy from a moment that is drawn, again and again: its end joins a moment at which as many nodes were there as usual."""
+
+    def __init__(self, changes: tuple[Change, ...], slots: Sequence[int], rng: Random) -> None:
+        self._changes, self._nodes_at = changes, _nodes_after_each(changes)
+        usual = sum(map(len, self._nodes_at)) / len(changes)
+        self._settled = next(number for number, nodes in enumerate(self._nodes_at) if len(nodes) >= usual)
+        self._number = rng.randrange(self._settled, len(changes))
+        self._free = list(slots)
+        self._slot_of: dict[str, int] = {}
+        self._away = dict.fromkeys(slots, 0.0)  # since when
+        self.absences: list[tuple[int, float, float]] = []
+        self._take_part(self._nodes_at[self._number], 0.0)
+
+    def play(self, horizon_s: float) -> None:
+        now, changes = 0.0, self._changes
+        while now < horizon_s:
+            before_s, self._number = changes[self._number].at_s, self._number + 1
+            if self._number == len(changes):
+                self._number, now = self._settled, now + max(_usual_gap_s(changes), 1.0)
+                self._take_part(self._nodes_at[self._settled], now)
+                continue
+            change = changes[self._number]
+            now += change.at_s - before_s
+            if change.joins:
+                self._come(change.node, now)
             else:
-                present[slot] = at_s
-        for slot, at_s in present.items():
-            absences[slot].append((at_s, math.inf))
+                self._go(change.node, now)
+        self.absences += [(slot, at_s, math.inf) for slot, at_s in self._away.items()]
 
+    def _take_part(self, nodes: tuple[str, ...], now: float) -> None:
+        """These nodes are there now, on the slots that are taken as far as those go."""
+        before = list(self._slot_of)
+        for node in before[len(nodes) :]:
+            self._go(node, now)
+        self._slot_of = dict(zip(nodes, list(self._slot_of.values()), strict=False))
+        for node in nodes[len(before) :]:
+            self._come(node, now)
 
-def _lane(
-    changes: tuple[Change, ...], lane: list[int], horizon_s: float, rng: Random
-) -> Iterator[tuple[float, int, bool]]:
-    """One copy from a moment that is drawn, again and again: its end joins a moment at which as many nodes were there."""
-    nodes_at = _nodes_after_each(changes)
-    usual = sum(map(len, nodes_at)) / len(nodes_at)
-    settled = next(number for number, nodes in enumerate(nodes_at) if len(nodes) >= usual)
-    number = rng.randrange(settled, len(changes)) if len(changes) > settled + 1 else settled
-    slot_of = dict(zip(nodes_at[number], lane, strict=False))
-    free = [slot for slot in lane if slot not in slot_of.values()]
-    for slot in free:
-        yield 0.0, slot, False
-    now = 0.0
-    while now < horizon_s:
-        before_s = changes[number].at_s
-        number += 1
-        if number == len(changes):  # the same slots, with the names of another moment
-            number, now = settled, now + max(usual_gap_s(changes), 1.0)
-            taken = list(slot_of.values())
-            slot_of = dict(zip(nodes_at[number], taken + free, strict=False))
-            for slot in taken[len(nodes_at[number]) :]:
-                yield now, slot, False
-            for slot in list(slot_of.values())[len(taken) :]:
-                yield now, slot, True
-            free = [slot for slot in lane if slot not in slot_of.values()]
-            continue
-        change = changes[number]
-        now += change.at_s - before_s
-        if now >= horizon_s:
-            return
-        if change.joins and free:
-            slot_of[change.node] = slot = free.pop(0)
-            yield now, slot, True
-        elif not change.joins and change.node in slot_of:
-            slot = slot_of.pop(change.node)
-            free.append(slot)
-            yield now, slot, False
+    def _come(self, node: str, now: float) -> None:
+        if self._free:
+            self._slot_of[node] = slot = self._free.pop(0)
+            self.absences.append((slot, self._away.pop(slot), now))
+
+    def _go(self, node: str, now: float) -> None:
+        slot = self._slot_of.pop(node, -1)
+        if slot >= 0:
+            self._free.append(slot)
+            self._away[slot] = now
 
 
 def _nodes_after_each(changes: tuple[Change, ...]) -> list[tuple[str, ...]]:
@@ -220,6 +228,6 @@ def _nodes_after_each(changes: tuple[Change, ...]) -> list[tuple[str, ...]]:
     return result
 
 
-def usual_gap_s(changes: tuple[Change, ...]) -> float:
+def _usual_gap_s(changes: tuple[Change, ...]) -> float:
     """Mean time between two changes of a record."""
     return (changes[-1].at_s - changes[0].at_s) / max(1, len(changes) - 1)

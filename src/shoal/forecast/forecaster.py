@@ -24,7 +24,6 @@ from shoal.forecast.job import Job
 from shoal.forecast.rates import StepModel, StepTime
 
 NEVER = math.inf
-SCAN_BEATS = 0.9  # the leader looks for silent members so often (core/leader/leader.py)
 ROUNDING = 1e-9  # of a step, a microbatch, a second
 HOUR_S = 3600.0
 
@@ -106,9 +105,12 @@ class Run:
         self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
         self._time: StepTime | None = None
 
-    def play(self, horizon_s: float, progress: Callable[[float], None] = lambda now: None) -> None:
+    def play(
+        self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
+    ) -> None:
+        """Until the horizon, or until so many steps are done."""
         self._handle()
-        while self.now < horizon_s:
+        while self.now < horizon_s and self.progress.step < steps:
             until = min(self._next_s(), horizon_s)
             self._advance(max(until - self.now, 0.0))
             self.now = until
@@ -206,8 +208,7 @@ class Run:
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
-            patience = self.job.patience
-            crew.die(peer, self.now + patience.heartbeat_timeout_s + SCAN_BEATS * patience.heartbeat_s)
+            crew.die(peer, self.now + self.job.patience.detection_s)
             self._look()
 
     def _evict(self) -> None:

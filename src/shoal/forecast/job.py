@@ -14,14 +14,15 @@ from shoal.planner.strategy.plan import Plan
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 
+SCAN_BEATS = 0.9  # the leader looks for silent members so often (core/leader/leader.py)
 VALUE_BYTES = 4  # of a parameter, as it is averaged and downloaded
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """How long a run waits; settings of [run]."""
+    """How long a run waits."""
 
     heartbeat_s: float = 0.5
-    heartbeat_timeout_s: float = 4.0
+    detection_s: float = 4.45  # from a death to the eviction
     lost_stage_wait_s: float = 5.0
 
 
@@ -75,7 +76,9 @@ def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
         state_bytes=tuple(count * value_bytes for count in values),
         tokens=problem.work.microbatch_tokens,
         save_every=config.checkpoint.every,
-        patience=Patience(run.heartbeat_s, run.heartbeat_timeout_s, run.lost_stage_wait_s),
+        patience=Patience(
+            run.heartbeat_s, run.heartbeat_timeout_s + SCAN_BEATS * run.heartbeat_s, run.lost_stage_wait_s
+        ),
     )
 
 
