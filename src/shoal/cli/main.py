@@ -38,6 +38,7 @@ COMMANDS = {
     "generate": "sample text from a checkpoint",
     "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",
     "plan": "choose how to run a model on given machines; predict its speed and what limits it",
+    "forecast": "simulate hours of a run on machines that come and go: tokens, cost, where the time goes, how sure that is",
     "chaos": "inject faults into a run: kill, stop and slow peers, cut links; on a schedule, at random or from a spot record",
     "recover": "let the survivors continue when most peers of a run are lost for good",
     "simulate": "simulate a whole swarm and its faults in virtual time",

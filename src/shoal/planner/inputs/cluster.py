@@ -16,7 +16,7 @@ and unlimited for a device's own lines.
     cards = 2                              of a peer with device.count = 2; flops and memory_bytes are those of one card
     cards_efficiency = 0.8                 the speed of such a peer over the sum of its cards' (0.8 is assumed)
     up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
-                                           losses_per_h, region
+                                           egress_price_per_GB, losses_per_h, region
 
     [[links]]                              some pairs, by names of devices or regions; both ways unless one_way = true
     from = "ohio"
@@ -65,6 +65,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     down_Bps: float = 0.0
     disk_Bps: float = 0.0  # the slower of writing and reading
     price_per_h: float = 0.0
+    egress_price_per_GB: float = 0.0  # of what it sends
     losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
     region: str = ""
     basis: str = "stated"  # where its figures are from; `shoal probe` writes that they were measured
