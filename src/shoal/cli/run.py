@@ -32,6 +32,11 @@ from shoal.planner.strategy.plan import Plan
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
+    options(parser)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """All but the configuration, which `shoal demo` brings along."""
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
     parser.add_argument(
         "--kill-every", type=float, metavar="S", help="SIGKILL a random peer every S seconds; another joins"

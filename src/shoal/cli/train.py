@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
 from shoal.dashboard import plot
 from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
+from shoal.exit_codes import ExitCode
 from shoal.launcher import checkpoints, devices, preflight, rundir
 from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.watching.watch import Resumed, RunMonitor
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 SHOW_S = 1.0  # between two looks at how far a step is
 ALONE = ("run.stages=1", "run.peers=1")
-FAILED = 1
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +188,8 @@ class LocalTraining:
         written = rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
         if not early and written:
-            return 0
-        return INTERRUPTED if self.stopped else FAILED
+            return ExitCode.OK
+        return ExitCode.INTERRUPTED if self.stopped else ExitCode.FAILED
 
 
 @contextmanager

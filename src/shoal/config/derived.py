@@ -30,6 +30,11 @@ def slices(config: Config) -> int:
     return device.slices(config.device, config.train)
 
 
+def masked(config: Config) -> bool:
+    """Whether the loss of some tokens does not count."""
+    return config.data.format != "text"
+
+
 def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
     """What is wrong with network.activation_store_bytes for boundary tensors of that size, in words; '' when it is wide enough.
 
@@ -76,4 +81,5 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seats=tuple(run.placement.values()),
         routes=run.routes,
         line_rates=run.line_rates,
+        tokens=train.microbatch * config.data.sequence if masked(config) else 0,
     )

@@ -36,7 +36,9 @@ LINKS_MOST = 600  # links between neighbouring stages that are drawn, the narrow
 def plan_map(plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
     """Stages as columns of peers, links between neighbouring stages: the wider, the darker. The worst of each pair of stages
     is named, the worst of all is red, as is the peer or stage that the prediction calls the bottleneck."""
-    figure, axes = _figure(max(6.0, 2.4 * len(plan.stages) + 1.5), 0.42 * max(len(s.peers) for s in plan.stages) + 2.6)
+    figure, axes = figure_of(
+        max(6.0, 2.4 * len(plan.stages) + 1.5), 0.42 * max(len(s.peers) for s in plan.stages) + 2.6
+    )
     place = {device.name: number for number, device in enumerate(cluster.devices)}
     spots = _spots(plan)
     links = _links(plan, cluster, place)
@@ -55,7 +57,7 @@ def plan_map(plan: Plan, cluster: Cluster, path: str | Path) -> list[Path]:
     figure.text(0.5, 0.01, text, ha="center", va="bottom", fontsize=9, color=RED, wrap=True)
     if links:
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=8)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def _spots(plan: Plan) -> Spots:
@@ -122,7 +124,7 @@ def gantt(bars: Sequence[Bar], plan: Plan, cluster: Cluster, path: str | Path) -
     """One row per peer, forwards light and backwards dark; averaging and agreeing at the end, grey."""
     order = [peer for stage in plan.stages for peer in stage.peers]
     row_of = {peer: row for row, peer in enumerate(order)}
-    figure, axes = _figure(11.0, min(0.32 * len(order) + 1.8, 24.0))
+    figure, axes = figure_of(11.0, min(0.32 * len(order) + 1.8, 24.0))
     for bar in bars:
         name = cluster.devices[bar.device].name
         colour = COLOURS[bar.stage % len(COLOURS)]
@@ -156,12 +158,12 @@ def gantt(bars: Sequence[Bar], plan: Plan, cluster: Cluster, path: str | Path) -
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def convergence(curves: dict[str, Sequence[tuple[int, float]]], bound_s: float, path: str | Path) -> list[Path]:
     """Best cost so far over evaluations, of one search or several, and what nothing can be below."""
-    figure, axes = _figure(8.0, 4.5)
+    figure, axes = figure_of(8.0, 4.5)
     last = max(evaluations for curve in curves.values() for evaluations, _ in curve)
     for number, (name, curve) in enumerate(curves.items()):
         at, cost = zip(*curve, strict=True)
@@ -179,7 +181,7 @@ def convergence(curves: dict[str, Sequence[tuple[int, float]]], bound_s: float, 
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     axes.set_title("search for a placement", fontsize=11)
-    return _saved(figure, path)
+    return saved(figure, path)
 
 
 def perfetto(bars: Sequence[Bar], plan: Plan, cluster: Cluster) -> bytes:
@@ -249,7 +251,7 @@ def _rate(value_Bps: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def figure_of(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -258,7 +260,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _saved(figure: Figure, path: str | Path) -> list[Path]:
+def saved(figure: Figure, path: str | Path) -> list[Path]:
     written = []
     for ending in ("png", "svg"):
         target = Path(path).with_suffix(f".{ending}")

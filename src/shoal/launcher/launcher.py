@@ -26,6 +26,7 @@ from shoal.dashboard.account import Summary
 from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
+from shoal.exit_codes import ExitCode
 from shoal.launcher import reach, rundir
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
@@ -51,10 +52,6 @@ RECOVER_S = 900.0  # the same, when members on other machines could go on: an op
 NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
 SPARES = 3  # peers that end by themselves are replaced this many times
 SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
-
-INTERRUPTED = 130
-FAILED = 1
-OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: the time that was given is over, all is saved, the same command goes on
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +148,7 @@ class Launcher:
         if self._output.lost:
             self._output.close()
             print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
-            return FAILED
+            return ExitCode.FAILED
         self._output.write_status(self.watch.snapshot(time.monotonic()), float("inf"))
         self._output.close()
         if self.user_error:
@@ -232,11 +229,11 @@ class Launcher:
 
     def _exit_code(self, summary: Summary, finished: bool) -> int:
         if self.interrupted:
-            return INTERRUPTED
+            return ExitCode.INTERRUPTED
         if self.timed_out and not finished and summary.saved and not summary.unsaved:
-            return OUT_OF_TIME
+            return ExitCode.OUT_OF_TIME
         done = summary.balanced and summary.steps == self.config.run.steps
-        return 0 if done and not summary.unsaved else FAILED
+        return 0 if done and not summary.unsaved else ExitCode.FAILED
 
     def _conclude_guest(self, finished: bool) -> int:
         print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
@@ -247,13 +244,13 @@ class Launcher:
             )
         if unsaved := self.watch.unsaved(ended=True):
             print(f"{unsaved}. What was trained since is lost.")
-        return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+        return ExitCode.INTERRUPTED if self.interrupted else 0 if finished and not unsaved else ExitCode.FAILED
 
     def _goes_on(self, summary: Summary) -> str:
         """What is saved of a run that ends before its last step, and the command that goes on."""
         if self.watch.elsewhere() and not self.watch.everyone.irreplaceable(self.watch.books.view):
             saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
-            again = f"shoal join --invite-file {self.directory / reach.INVITE}"
+            again = f"shoal join @{self.directory / reach.INVITE}"
             words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"
             return f"{words}; once they have ended: {self.job.command}"
         if not summary.saved:
@@ -293,7 +290,7 @@ class Launcher:
         self.watch.tell("network", "the command for the other machines is being made", time.monotonic())  # seconds
         terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
         if (invite := self.directory / reach.INVITE).exists():
-            self.watch.everyone.join = f"shoal join --invite-file {invite}"
+            self.watch.everyone.join = f"shoal join @{invite}"
 
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""

@@ -1,0 +1,227 @@
+"""The aggregated forecast against the simulator of every message, on fleets drawn from seeds.
+
+    python benchmarks/forecast_check.py [--fleets 30] [--steps 8] [--aggregated]
+
+A fleet has 4 to 16 peers, 1 to 4 stages, speeds within a factor of 2, lines of 2 to 50 MB/s, one delay of 2 to 120 ms, and in two of three
+fleets deaths and returns at given moments, which spare a replica of every stage. sim/ plays it with every message and the machines of core;
+forecast/ gets the same seconds, bytes and moments, and of the simulator only the constants that a real run would measure: what the
+tasks of a round take, and how soon a death is noticed. Compared are the seconds from the beginning to the last commit. Both are simulated.
+
+Even seeds are what the model may be changed by; the figures of the odd ones are held out. --aggregated: sums over stages instead of
+played steps, as large fleets have them. The last line is one JSON object: the median of the held-out half, 2 % its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from random import Random
+
+import numpy as np
+
+from report import at_most, parse, report
+from shoal.core.leader.rules.removal import DOUBT_BEATS
+from shoal.core.messages import Add, Apply, Cut, Fetch, Gather, Settings
+from shoal.forecast.churn import Presence
+from shoal.forecast.forecaster import Run
+from shoal.forecast.job import SCAN_BEATS, Job, Patience
+from shoal.forecast.machines import grouped
+from shoal.forecast.rates import Aggregated, Played
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.prediction.seats import Seats
+from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.swarm import Swarm
+from shoal.sim.tasks.task_runner import SECONDS
+
+WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
+BACKWARD, HEARTBEAT_S = 2.0, 0.5
+JITTER = 1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py)
+ROUND_S = sum(SECONDS[kind] for kind in (Fetch, Cut, Add, Gather, Apply))
+Changes = list[tuple[float, int, bool]]  # seconds, peer, joins
+
+
+def between(low: float, high: float, rng: Random) -> float:
+    return float(low * (high / low) ** rng.random())
+
+
+def drawn(seed: int, steps: int) -> tuple[Case, float]:
+    """A fleet, and its links' delay."""
+    rng = Random(f"forecast/{seed}")
+    stages = rng.randint(1, 4)
+    peers = rng.randint(max(4, 2 * stages), 16)
+    ups = [between(2e6, 5e7, rng) for _ in range(peers)]
+    middle_Bps, forward_s, delay_s = sorted(ups)[peers // 2], between(0.1, 0.6, rng), between(0.002, 0.12, rng)
+    settings = Settings(
+        stages=stages,
+        microbatches=rng.randint(2 * peers, 6 * peers),
+        steps=steps,
+        peers=peers,
+        inflight=rng.choice((2, 4)),
+        save_every=0,
+        home=stages == 1,
+        save_last=False,
+        heartbeat_s=HEARTBEAT_S,
+        heartbeat_timeout_s=8 * HEARTBEAT_S,
+        seats=tuple(peer % stages for peer in range(peers)),
+    )
+    case = Case(
+        scenario=Scenario(name="fleet", delay_s=(delay_s, delay_s), backward=BACKWARD, finish_s=1e6, progress_s=1e5),
+        seed=seed,
+        settings=settings,
+        peers=peers,
+        speeds=tuple(2 ** rng.uniform(-0.5, 0.5) for _ in range(peers)),
+        forward_s=forward_s,
+        messages=Messages(),
+        happenings=Happenings(),
+        wire=Wire(
+            lines=tuple(LineRates(up, up * between(1, 4, rng)) for up in ups),
+            boundary_values=int(middle_Bps * forward_s * between(0.05, 1.0, rng) / FP32),
+            gradient_values=int(middle_Bps * between(0.05, 3.0, rng) / FP32),
+        ),
+    )
+    return case, delay_s
+
+
+def job_of(case: Case, delay_s: float) -> Job:
+    assert case.wire is not None
+    settings, wire, peers = case.settings, case.wire, case.peers
+    devices = tuple(
+        Device(name=f"p{n}", flops=1 / speed, up_Bps=line.up_Bps, down_Bps=line.down_Bps)
+        for n, (speed, line) in enumerate(zip(case.speeds, wire.lines, strict=True))
+    )
+    machines = grouped(Cluster(devices, np.full((peers, peers), delay_s * JITTER), np.full((peers, peers), 1e12)))
+    forward = tuple(case.forward_s * speed for speed in case.speeds)
+    backward = tuple(BACKWARD * seconds for seconds in forward)
+    values, stages = wire.gradient_values, settings.stages
+    tables = [np.empty((len(machines.kinds), stages)) for _ in range(2)]
+    for table, seconds in zip(tables, (forward, backward), strict=True):
+        for slot, kind in enumerate(machines.kind_of):
+            table[kind, :] = seconds[slot]
+    seats = Seats(
+        settings.seats,
+        forward,
+        backward,
+        (float(FP32 * values),) * stages,
+        float(FP32 * wire.boundary_values),
+        float(TOKENS),
+        settings.microbatches,
+        settings.inflight,
+    )
+    return Job(
+        machines=machines,
+        stage_of=settings.seats,
+        forward_s=tables[0],
+        backward_s=tables[1],
+        seats=seats,
+        state_bytes=(float(STATE * FP32 * values),) * stages,
+        tokens=1,
+        patience=Patience(HEARTBEAT_S, (DOUBT_BEATS + SCAN_BEATS / 2) * HEARTBEAT_S),
+        round_s=ROUND_S,
+    )
+
+
+def moments(case: Case, step_s: float) -> Changes:
+    """Deaths and returns, apart by a step or more, each death of a stage with two replicas left."""
+    rng = Random(f"forecast/{case.seed}/churn")
+    stages, there = case.settings.stages, set(range(case.peers))
+    changes: Changes = []
+    now, end_s = 0.0, step_s * (case.settings.steps - 2)
+    away: list[int] = []
+    while case.seed % 3 and (now := now + step_s * rng.uniform(1.2, 2.5)) < end_s:
+        spare = [one for one in sorted(there) if sum(other % stages == one % stages for other in there) > 1]
+        if away and rng.random() < 0.5:
+            peer = away.pop(0)
+            there.add(peer)
+            changes.append((now, peer, True))
+        elif len(there) > case.peers // 2 + 1 and spare:
+            peer = rng.choice(spare)
+            there.discard(peer)
+            away.append(peer)
+            changes.append((now, peer, False))
+    return changes
+
+
+class Scheduled(Swarm):
+    """A simulation in which these peers die and return, and nothing else happens."""
+
+    changes: Changes = []
+
+    def _begin_faults(self) -> None:
+        super()._begin_faults()
+        self.context.timeline.healed_s = None
+        for at_s, peer, joins in self.changes:
+            self.kernel.after(at_s, self._change, (peer, joins))
+
+    def _change(self, change: tuple[int, bool]) -> None:
+        peer, joins = change
+        if joins:
+            self.boot((peer, 1 + self.processes.booted))
+        for node in list(self.nodes.values()):
+            if not joins and node.process.key == peer:
+                self.kill(node)
+
+
+def exact_s(case: Case, changes: Changes) -> float:
+    swarm = Scheduled(case)
+    swarm.changes = changes
+    outcome = swarm.run()
+    if outcome.violations or outcome.committed < case.settings.steps:
+        raise SystemExit(f"fleet {case.seed}: {outcome.committed} steps, {outcome.violations[:2]}, {outcome.stuck}")
+    began_s = swarm.context.timeline.began_s
+    assert began_s is not None
+    return swarm.watch.commits.times_s[-1] - began_s
+
+
+def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> float:
+    first = [Presence(0.0, slot, True) for slot in range(len(job.stage_of))]
+    run = Run(job, (Aggregated if aggregated else Played)(job), [*first, *(Presence(*one) for one in changes)], 0.0)
+    horizon_s = 100.0
+    while run.progress.step < steps:
+        run.play(horizon_s, steps=steps)
+        horizon_s *= 2
+    return run.progress.began_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fleets", type=int, default=30)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--aggregated", action="store_true", help="sums over stages instead of played steps")
+    args = parse(parser)
+    errors: dict[int, float] = {}
+    for seed in range(args.first, args.first + args.fleets):
+        case, delay_s = drawn(seed, args.steps)
+        job = job_of(case, delay_s)
+        planned = Played(job)(np.array(job.stage_of))
+        assert planned is not None
+        changes = moments(case, planned.step_s)
+        exact, forecast = exact_s(case, changes), forecast_s(job, changes, args.steps, args.aggregated)
+        errors[seed] = 100 * (forecast / exact - 1)
+        settings = case.settings
+        print(
+            f"fleet {seed:>3}: {case.peers:>2} peers, {settings.stages} stages, {settings.microbatches:>2} microbatches,"
+            f" {len(changes)} changes: by message {exact:7.1f} s, forecast {forecast:7.1f} s, {errors[seed]:+.1f} %",
+            flush=True,
+        )
+    halves = [[abs(error) for seed, error in errors.items() if seed % 2 == half] for half in (0, 1)]
+    for name, half in zip(("fitted", "held out"), halves, strict=True):
+        print(f"{name}: median {statistics.median(half):.1f} %, worst {max(half):.1f} % of {len(half)} fleets")
+    report(
+        "forecast_check",
+        statistics.median(halves[1]),
+        "% median difference from the simulation of every message, held-out fleets",
+        at_most(MEDIAN_PERCENT),
+        {
+            "worst_percent": round(max(halves[1]), 2),
+            "worst_target": WORST_PERCENT,
+            "fitted": [round(statistics.median(halves[0]), 2), round(max(halves[0]), 2)],
+            "fleets": {str(seed): round(error, 2) for seed, error in errors.items()},
+        },
+        args.record,
+    )
+
+
+if __name__ == "__main__":
+    main()

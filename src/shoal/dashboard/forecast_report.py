@@ -1,0 +1,75 @@
+"""A forecast as text, for the terminal. Every number is simulated, and says so."""
+
+from __future__ import annotations
+
+from shoal import units
+from shoal.forecast.summary import Comparison, Cost, Forecast, Spread
+
+WORDS = {
+    "compute": "the busiest stage computes",
+    "network": "microbatches wait for lines and delays",
+    "averaging": "gradients are averaged",
+    "waiting": "agreement, and the dead until they are evicted",
+    "redone": "work that deaths undid",
+    "joining": "machines start, checkpoints are loaded",
+    "stalled": "a stage has nobody, or no majority is left",
+}
+
+
+def report(forecast: Forecast) -> str:
+    lines = [
+        f"{forecast.name}: {forecast.hours:g} hours, {forecast.seeds} seeds.",
+        "Every number below is simulated: 5th percentile, median, 95th.",
+        f"tokens        {_row(forecast.tokens, _count)}",
+        f"steps         {_row(forecast.steps, '{:,.0f}'.format)}   (planned step {forecast.planned_step_s:.3g} s)",
+        f"goodput       {_row(forecast.goodput, _percent)}   of the planned machines' if none ever went",
+        *_cost(forecast.cost, forecast.tokens),
+        f"machines      {_row(forecast.peers, '{:,.1f}'.format)}   on average",
+        f"deaths        {_row(forecast.deaths, '{:,.0f}'.format)}   joins {forecast.joins.p50:,.0f}, moves {forecast.moves.p50:,.0f},"
+        f" undone steps {forecast.undone_steps.p50:,.0f} (medians)",
+        "where the time goes",
+    ]
+    lines += [f"  {part:<11} {_row(spread, _percent)}   {WORDS[part]}" for part, spread in forecast.parts.items()]
+    lines += [f"seed {seed} stops: {why}" for seed, why in list(forecast.stuck.items())[:5]]
+    lines.append(f"digest        {forecast.digest}")
+    return "\n".join(lines)
+
+
+def comparison(compared: Comparison) -> str:
+    text = (
+        f"{compared.name} makes {compared.more_percent:+.1f} % tokens against {compared.than}, on the mean of the seeds"
+    )
+    if compared.low_percent is None or compared.high_percent is None:
+        return f"{text}; one seed gives no interval"
+    within = f"{compared.low_percent:+.1f} to {compared.high_percent:+.1f} %"
+    decided = "" if compared.low_percent * compared.high_percent > 0 else ": no difference is proven"
+    return f"{text}; with 95 % confidence {within}{decided}"
+
+
+def _cost(cost: Cost, tokens: Spread) -> list[str]:
+    lines = []
+    for what, spread in (("rent", cost.rent), ("egress", cost.egress)):
+        if spread is not None:
+            million = spread.p50 / (tokens.p50 / 1e6) if tokens.p50 else float("inf")
+            lines.append(f"{what:<13} {_row(spread, '{:,.2f}'.format)}   {million:.4g} per million tokens")
+    return lines + [f"left out      {text}" for text in cost.missing]
+
+
+def _row(spread: Spread, form: object) -> str:
+    assert callable(form)
+    return "  ".join(f"{form(value):>9}" for value in (spread.p5, spread.p50, spread.p95))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _count(value: float) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= scale:
+            return f"{value / scale:.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def progress(name: str, seed: int, seeds: int, now_s: float, horizon_s: float) -> str:
+    return f"{name}: seed {seed + 1} of {seeds}, {units.duration(now_s)} of {units.duration(horizon_s)} simulated"

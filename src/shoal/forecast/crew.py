@@ -1,0 +1,198 @@
+"""Who takes part in a forecast run and what each serves: members, joiners that download, the dead that nobody has noticed yet.
+
+Joiners are placed and members moved by the leader's own functions (core/leader/rebalance.py), given what a leader would know. What time
+all of this takes is forecaster.py's to spend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from shoal.core.leader.rebalance import Fleet, Move, measure, place, rebalance
+from shoal.core.messages import Member, Peer, Settings
+from shoal.core.planned import complete, planned_seat, planned_stage
+from shoal.core.transfer.download import DONORS
+from shoal.forecast.job import Job
+from shoal.forecast.rates import Composition
+from shoal.planner.prediction.seats import handed_bytes
+
+SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads
+REMEMBERED = 1000.0  # seconds of moves that a decision may still ask for
+
+
+class Joiner(msgspec.Struct, frozen=True):
+    """It downloads the state of its stage."""
+
+    member: Member
+    ready_s: float
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A member that has died: its part of its stage's rate, and when it is evicted."""
+
+    member: Member
+    share: float
+    noticed_s: float
+
+
+def slot_of(peer: Peer) -> int:
+    """`p7.2` is the third machine on slot 7."""
+    return int(peer[1 : peer.index(".")])
+
+
+class Crew:
+    """`serving` is by slot; members that died are in `dead` and, until they are evicted, in `members`."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.members: dict[Peer, Member] = {}
+        self.joiners: dict[Peer, Joiner] = {}
+        self.dead: dict[Peer, Lost] = {}
+        self.serving: Composition = np.full(len(job.stage_of), -1)
+        self.moves: tuple[Move, ...] = ()
+        self.known: tuple[tuple[float, ...], dict[Peer, float]] = ((), {})  # seconds of stages, speeds of peers
+        seated = job.seats.seated
+        self._seat_of = {slot: seat for seat, slot in enumerate(seated)}
+        self._settings = Settings(
+            stages=job.stages,
+            microbatches=job.microbatches,
+            steps=1,
+            stage_seconds=tuple(
+                max(float(job.hop_s[job.machines.kind_of[slot], stage]) for slot in job.seats.replicas(stage))
+                for stage in range(job.stages)
+            ),
+            seats=tuple(job.stage_of[slot] for slot in seated),
+        )
+        self._rate = (1.0 / job.hop_s).tolist()
+
+    def rate(self, peer: Peer, stage: int) -> float:
+        """Microbatches per second."""
+        return float(self._rate[self.job.machines.kind_of[slot_of(peer)]][stage])
+
+    @property
+    def there(self) -> Iterable[Member]:
+        return (*self.members.values(), *(one.member for one in self.joiners.values()))
+
+    def measure(self) -> None:
+        """The leader learns rates from heartbeats; the rules use them until the next step."""
+        members = tuple(self.members.values())
+        rates = {one.peer: self.rate(one.peer, one.stage) for one in members}
+        self.known = measure(members, rates, self.job.stages, self._settings.stage_seconds)
+
+    # ------------------------------------------------------------------------------------------------- coming and going
+
+    def admit(self, peer: Peer, now: float, step_s: float) -> None:
+        """A new peer downloads the state of the stage that its seat or the leader's rule gives it."""
+        there = tuple(self.there)
+        taken = {member.seat for member in there}
+        seat = self._seat_of.get(slot_of(peer), -1)
+        planned = planned_stage(self._settings, seat, taken)
+        stage = planned[0] if planned else place(there, self.job.stages, *self.known)[0]
+        member = Member(peer, stage, seat=planned_seat(self._settings, seat, stage, taken))
+        self.joiners[peer] = Joiner(member, now + self.download_s(member, step_s))
+
+    def begin(self, peer: Peer) -> None:
+        """A member from the beginning, with nothing to download."""
+        self.admit(peer, 0.0, math.inf)
+        self.promote([peer])
+
+    def promote(self, peers: Iterable[Peer]) -> None:
+        for peer in peers:
+            member = self.joiners.pop(peer).member
+            self.members[peer] = member
+            self.serving[slot_of(peer)] = member.stage
+
+    def ready(self, now: float) -> list[Peer]:
+        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now]
+
+    def die(self, peer: Peer, noticed_s: float) -> None:
+        if self.joiners.pop(peer, None) is not None or peer not in self.members:
+            return
+        member = self.members[peer]
+        whole = sum(
+            self.rate(one.peer, one.stage)
+            for one in self.members.values()
+            if one.stage == member.stage and one.peer not in self.dead
+        )
+        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s)
+        self.serving[slot_of(peer)] = -1
+
+    def evict(self, now: float) -> list[Lost]:
+        """The dead that are noticed by now leave the view."""
+        noticed = [lost for lost in self.dead.values() if lost.noticed_s <= now]
+        for lost in noticed:
+            del self.dead[lost.member.peer], self.members[lost.member.peer]
+        return noticed
+
+    # --------------------------------------------------------------------------------------------------------- moving
+
+    def rebalance(self, now: float, left_s: float, passed: float, step_s: float) -> list[tuple[Member, float]]:
+        """Members that the leader's rule moves now, each with the share of its old stage's rate that it takes away."""
+        seconds, speeds = self.known
+        fleet = Fleet(
+            members=tuple(self.members.values()),
+            stages=self.job.stages,
+            seconds=seconds,
+            speeds=speeds,
+            loading=tuple(joiner.member for joiner in self.joiners.values()),
+            recent=self.moves,
+            now=now,
+            left_s=left_s,
+            passed=passed,
+        )
+        moves = rebalance(fleet)
+        self.moves = (*(move for move in self.moves if move.at_s > now - REMEMBERED), *moves) if moves else self.moves
+        moved = []
+        for move in moves:
+            member = self.members.pop(move.peer)
+            others = sum(self.rate(one.peer, one.stage) for one in self.members.values() if one.stage == move.source)
+            own = self.rate(move.peer, move.source)
+            moved.append((member, own / (own + others)))
+            self.serving[slot_of(move.peer)] = -1
+            loading = Member(move.peer, move.stage, back=True)
+            self.joiners[move.peer] = Joiner(loading, now + self.download_s(loading, step_s))
+        return moved
+
+    @property
+    def as_planned(self) -> bool:
+        """Everybody is where the plan has it: then the plan balances."""
+        return complete(self._settings, tuple(self.members.values()))
+
+    def empty_stages(self) -> list[int]:
+        return sorted(set(range(self.job.stages)) - set(self.serving.tolist()))
+
+    def download_s(self, member: Member, step_s: float) -> float:
+        """Of a stage's state from up to DONORS replicas, and of the gradients committed meanwhile."""
+        kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
+        donors = [kind_of[slot] for slot in np.flatnonzero(self.serving == member.stage)[:DONORS].tolist()]
+        down_Bps = kinds[kind_of[slot_of(member.peer)]].down_Bps or math.inf
+        up_Bps = sum(SPARE * (kinds[kind].up_Bps or math.inf) for kind in donors) or math.inf
+        seconds = self.job.state_bytes[member.stage] / min(down_Bps, up_Bps)
+        caught_up = self.job.seats.gradient_bytes[member.stage] / down_Bps / step_s
+        return seconds / max(1 - caught_up, 0.1)
+
+    def sent_bytes(self) -> list[float]:
+        """Of one step, by kind: microbatches in proportion to the replicas' rates, and even shares of averaging."""
+        job, kind_of = self.job, np.array(self.job.machines.kind_of)
+        slots = np.flatnonzero(self.serving >= 0)
+        kinds, at = kind_of[slots], self.serving[slots]
+        rates = (1.0 / job.hop_s)[kinds, at]
+        counts = np.bincount(at, minlength=job.stages)
+        shares = rates / np.bincount(at, rates, minlength=job.stages)[at]
+        averaged = 2 * np.array(job.seats.gradient_bytes) * (1 - 1 / np.maximum(counts, 1))
+        sent = shares * job.microbatches * np.array(handed_bytes(job.seats)[0])[at] + averaged[at]
+        return [float(value) for value in np.bincount(kinds, sent, minlength=len(job.machines.kinds))]
+
+    def load_s(self) -> float:
+        """Until everybody holds a checkpoint's state: over their own lines, or from their own disks where those are stated."""
+        kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
+        seconds = [0.0]
+        for member in self.there:
+            device = kinds[kind_of[slot_of(member.peer)]]
+            rate_Bps = device.disk_Bps if not member.back and device.disk_Bps else device.down_Bps
+            seconds.append(self.job.state_bytes[member.stage] / (rate_Bps or math.inf))
+        return max(seconds)

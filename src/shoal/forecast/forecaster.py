@@ -1,0 +1,441 @@
+"""Plays a long run without its messages: one history of machines that come and go, from a seed.
+
+Between two events the step that is trained advances at the rate of those who serve (rates.py). A death costs what it costs a real run: its
+part of all requests waits until it is evicted; its books of the step are computed again by its stage's others, beside the step's work
+where they have time left; a round that was open begins again; the last replica of a stage sends everybody back to the newest checkpoint.
+Who joins, where, and who moves is crew.py's. Not in it: lost messages, slow or hostile peers, full queues and stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import msgspec
+
+from shoal import units
+from shoal.core.leader.rules.admission import ENTER_BEATS
+from shoal.core.messages import Peer
+from shoal.forecast.churn import Presence
+from shoal.forecast.crew import Crew, slot_of
+from shoal.forecast.job import Job
+from shoal.forecast.rates import StepModel, StepTime
+
+NEVER = math.inf
+ROUNDING = 1e-9  # of a step, a microbatch, a second
+HOUR_S = 3600.0
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Where the run's seconds went."""
+
+    compute: float = 0.0  # the busiest stage's
+    network: float = 0.0  # microbatches that wait for lines and delays
+    averaging: float = 0.0
+    waiting: float = 0.0  # for agreement, and for the dead to be evicted
+    redone: float = 0.0  # work that was lost: books of the dead, rounds, steps since the checkpoint
+    joining: float = 0.0  # until the first step begins, and until everybody has loaded a checkpoint
+    stalled: float = 0.0  # a stage has nobody, or no majority is left
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """One seed's simulated run. `digest` is the same whenever inputs, seed and program are."""
+
+    seed: int
+    seconds: float
+    steps: int
+    tokens: int
+    parts: Parts
+    deaths: int = 0
+    joins: int = 0
+    moves: int = 0
+    lost_stages: int = 0
+    undone_steps: int = 0
+    peer_hours: tuple[float, ...] = ()  # that machines were there, by kind
+    sent_bytes: tuple[float, ...] = ()  # by kind
+    stuck: str = ""  # why nothing is committed any more
+    digest: str = ""
+
+
+class Phase(Enum):
+    GATHERING = "joining"
+    COMPUTING = "computing"
+    AVERAGING = "averaging"
+    AGREEING = "agreeing"
+    LOST = "lost"
+
+
+class Progress(msgspec.Struct):
+    """Of the run: `passed` is the part of the step's microbatches that were computed for the first time."""
+
+    phase: Phase = Phase.GATHERING
+    step: int = 0
+    passed: float = 0.0
+    redo: list[float] = []  # microbatches to be computed again, by stage
+    left_s: float = NEVER  # of a phase that is not COMPUTING
+    saved: int = 0
+    began_s: float = 0.0  # the step
+    step_s: float = NEVER  # the last one took
+
+
+class Tally(msgspec.Struct):
+    deaths: int = 0
+    joins: int = 0
+    moves: int = 0
+    lost_stages: int = 0
+    undone_steps: int = 0
+
+
+class Run:
+    """One history. `until` plays it; every call of it is one event."""
+
+    def __init__(self, job: Job, model: StepModel, presences: Sequence[Presence], start_s: float) -> None:
+        self.job, self.model = job, model
+        self.crew = Crew(job)
+        self.now = 0.0
+        self.progress = Progress(redo=[0.0] * job.stages)
+        self.parts = dict.fromkeys(Parts.__struct_fields__, 0.0)
+        self.tally = Tally()
+        self.stuck = ""
+        self.bill = _Bill(job)
+        self._since_saved = dict(self.parts)  # parts when the newest checkpoint was made
+        self._hash = hashlib.sha256()
+        self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
+        self._time: StepTime | None = None
+
+    def play(
+        self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
+    ) -> None:
+        """Until the horizon, or until so many steps are done."""
+        self._handle()
+        while self.now < horizon_s and self.progress.step < steps:
+            until = min(self._next_s(), horizon_s)
+            self._advance(max(until - self.now, 0.0))
+            self.now = until
+            progress(until)
+            self._handle()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()[:16]
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def _next_s(self) -> float:
+        crew = self.crew
+        moments = [self._arrivals.next_s(), self.now + self._left_s()]
+        if not self.stuck:
+            moments += [lost.noticed_s for lost in crew.dead.values()]
+            moments += [joiner.ready_s for joiner in crew.joiners.values() if joiner.ready_s > self.now]
+        return max(min(moments), self.now)
+
+    def _open(self) -> float:
+        """The part of all requests that does not wait for a dead peer."""
+        return math.prod(1 - lost.share for lost in self.crew.dead.values())
+
+    def _left_s(self) -> float:
+        """Of the phase, if nothing happens meanwhile."""
+        progress, time = self.progress, self._time
+        if self.stuck:
+            return NEVER
+        if progress.phase is not Phase.COMPUTING:
+            return NEVER if progress.phase is Phase.AVERAGING and self.crew.dead else progress.left_s
+        if time is None:
+            return NEVER
+        if progress.passed < 1:
+            opened = self._open()
+            return (1 - progress.passed) * time.microbatches_s / opened if opened > ROUNDING else NEVER
+        if self.crew.dead:
+            return NEVER  # books of theirs are missing
+        return max(redo / rate for redo, rate in zip(progress.redo, time.stage_rates, strict=True))
+
+    def _advance(self, seconds: float) -> None:
+        progress, time, parts = self.progress, self._time, self.parts
+        self.bill.spend(seconds)
+        if self.stuck or progress.phase is Phase.LOST or (progress.phase is not Phase.GATHERING and time is None):
+            parts["stalled"] += seconds
+        elif progress.phase is Phase.GATHERING:
+            parts["joining" if self.bill.there >= self.job.stages else "stalled"] += seconds
+        elif progress.phase is Phase.COMPUTING:
+            assert time is not None
+            self._compute(seconds, time)
+        else:
+            waits = progress.phase is Phase.AGREEING or self.crew.dead
+            parts["waiting" if waits else "averaging"] += seconds
+        if progress.left_s < NEVER and not (progress.phase is Phase.AVERAGING and self.crew.dead):
+            progress.left_s -= seconds
+
+    def _compute(self, seconds: float, time: StepTime) -> None:
+        progress, parts, opened = self.progress, self.parts, self._open()
+        if progress.passed < 1:
+            share = min(1.0, time.compute_s / time.microbatches_s)
+            parts["compute"] += opened * share * seconds
+            parts["network"] += opened * (1 - share) * seconds
+            parts["waiting"] += (1 - opened) * seconds
+            gained = opened * seconds / time.microbatches_s
+            progress.passed = 1.0 if progress.passed + gained > 1 - ROUNDING else progress.passed + gained
+        else:
+            gained = 0.0
+            parts["waiting" if self.crew.dead else "redone"] += seconds
+        for stage, rate in enumerate(time.stage_rates):
+            spare = max(rate * seconds - gained * self.job.microbatches, 0.0)
+            progress.redo[stage] = max(progress.redo[stage] - spare, 0.0) if progress.redo[stage] > ROUNDING else 0.0
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def _handle(self) -> None:
+        """Everything that is due now."""
+        for change, peer in self._arrivals.due(self.now):
+            self._presence(change, peer)
+        if self.stuck:
+            return
+        self._evict()
+        self._enter()
+        self._end_phase()
+
+    def _note(self, what: str, *values: object) -> None:
+        self._hash.update(f"{self.now!r} {what} {values!r}\n".encode())
+
+    def _presence(self, change: str, peer: Peer) -> None:
+        crew = self.crew
+        self._note(change, peer)
+        if change == "there":
+            self.bill.come(peer)
+        elif change == "asks":
+            self.tally.joins += 1
+            crew.admit(peer, self.now, self.progress.step_s)
+        else:
+            self.tally.deaths += 1
+            self.bill.go(peer)
+            crew.die(peer, self.now + self.job.patience.detection_s)
+            self._look()
+
+    def _evict(self) -> None:
+        crew, progress = self.crew, self.progress
+        voters = len(crew.members)
+        if 2 * (voters - len(crew.dead)) < voters and progress.phase is not Phase.GATHERING:
+            lives = voters - len(crew.dead)
+            self.stuck = f"{lives} of {voters} members live after {units.duration(self.now)}, no majority: `shoal recover` lets them go on"
+            if not lives:
+                self.stuck = f"nobody lives after {units.duration(self.now)}: `shoal run --resume` begins again from the checkpoint"
+            self._note("stuck", voters)
+            return
+        lost = crew.evict(self.now)
+        if not lost:
+            return
+        self._note("evicted", *(one.member.peer for one in lost))
+        if progress.phase in (Phase.GATHERING, Phase.LOST):
+            return
+        if crew.empty_stages():
+            progress.phase, progress.left_s = Phase.LOST, self.job.patience.lost_stage_wait_s
+            self.tally.lost_stages += 1
+            return
+        if progress.phase is Phase.AVERAGING:
+            progress.phase, progress.passed, progress.left_s = Phase.COMPUTING, 1.0, NEVER
+        if progress.phase is Phase.COMPUTING:
+            for one in lost:
+                self._redo(one.member.stage, one.share)
+            self._move(progress.passed)
+
+    def _redo(self, stage: int, share: float) -> None:
+        self.progress.redo[stage] += share * self.progress.passed * self.job.microbatches
+
+    def _enter(self) -> None:
+        """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""
+        crew, progress = self.crew, self.progress
+        if progress.phase is Phase.COMPUTING and progress.passed < 1:
+            rest_s = (1 - progress.passed) * self._time.microbatches_s if self._time else NEVER
+            if rest_s >= ENTER_BEATS * self.job.patience.heartbeat_s:
+                self._promote()
+        elif progress.phase is Phase.GATHERING and progress.left_s == NEVER:
+            self._gather()
+        elif progress.phase is Phase.LOST and not crew.empty_stages():
+            progress.phase, progress.left_s = Phase.COMPUTING, NEVER
+
+    def _promote(self) -> None:
+        ready = self.crew.ready(self.now)
+        if ready:
+            self.crew.promote(ready)
+            self._look()
+
+    def _gather(self) -> None:
+        """Everybody who is there takes part, and loads what it serves, once every stage can have somebody."""
+        crew, progress = self.crew, self.progress
+        if len(crew.members) + len(crew.joiners) < self.job.stages:
+            return
+        crew.promote(list(crew.joiners))
+        while crew.empty_stages() and crew.rebalance(self.now, NEVER, 0.0, NEVER):
+            crew.promote(list(crew.joiners))
+        if not crew.empty_stages():
+            progress.left_s = crew.load_s() if progress.saved else 0.0
+
+    def _end_phase(self) -> None:
+        progress = self.progress
+        if self._left_s() > ROUNDING:
+            return
+        if progress.phase is Phase.GATHERING:
+            self._begin_step()
+        elif progress.phase is Phase.LOST:
+            self._go_back()
+        elif self._time is None:
+            return
+        elif progress.phase is Phase.COMPUTING:
+            progress.phase, progress.left_s = Phase.AVERAGING, self._time.averaging_s
+        elif progress.phase is Phase.AVERAGING:
+            progress.phase, progress.left_s = Phase.AGREEING, self._time.agreeing_s
+        else:
+            self._commit()
+
+    def _commit(self) -> None:
+        progress, job = self.progress, self.job
+        progress.step += 1
+        progress.step_s = self.now - progress.began_s
+        self.bill.send(self.crew)
+        self._note("commit", progress.step, len(self.crew.members))
+        if job.save_every and progress.step % job.save_every == 0:
+            progress.saved, self._since_saved = progress.step, dict(self.parts)
+        self.crew.measure()
+        self._promote()
+        if not self.crew.as_planned:
+            self._move(0.0)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        progress = self.progress
+        progress.phase, progress.passed, progress.left_s, progress.began_s = Phase.COMPUTING, 0.0, NEVER, self.now
+        progress.redo = [0.0] * self.job.stages
+        if not self.crew.known[1]:
+            self.crew.measure()
+        self._look()
+
+    def _move(self, passed: float) -> None:
+        moved = self.crew.rebalance(self.now, NEVER, passed, self.progress.step_s)
+        for member, share in moved:
+            self._note("move", member.peer, member.stage)
+            self.tally.moves += 1
+            self._redo(member.stage, share)
+        if moved:
+            self._look()
+
+    def _go_back(self) -> None:
+        """To the newest checkpoint: what was done since is undone, and its time was for nothing."""
+        progress, parts = self.progress, self.parts
+        self.tally.undone_steps += progress.step - progress.saved
+        for part in ("compute", "network", "averaging"):
+            parts["redone"] += parts[part] - self._since_saved[part]
+            parts[part] = self._since_saved[part]
+        self._note("back", progress.step, progress.saved)
+        progress.step, progress.phase, progress.left_s = progress.saved, Phase.GATHERING, NEVER
+        self._gather()
+
+    def _look(self) -> None:
+        """Those who serve have changed."""
+        self._time = self.model(self.crew.serving)
+
+
+class _Arrivals:
+    """Machines by time: there, asking to join once they have started, and gone. Names say slot and how many were there before."""
+
+    def __init__(self, presences: Sequence[Presence], start_s: float, slots: int) -> None:
+        count = [0] * slots
+        events: list[tuple[float, int, str, Peer]] = []
+        asks: dict[int, tuple[float, Peer]] = {}
+        for presence in presences:
+            if presence.joins:
+                count[presence.slot] += 1
+                peer = f"p{presence.slot}.{count[presence.slot]}"
+                asks[presence.slot] = (presence.at_s + start_s, peer)
+                events.append((presence.at_s, len(events), "there", peer))
+            else:
+                asks_s, peer = asks.pop(presence.slot)
+                if asks_s < presence.at_s:
+                    events.append((asks_s, len(events), "asks", peer))
+                events.append((presence.at_s, len(events), "dies", peer))
+        for asks_s, peer in asks.values():
+            events.append((asks_s, len(events), "asks", peer))
+        self._events = sorted(events)
+        self._at = 0
+
+    def next_s(self) -> float:
+        return self._events[self._at][0] if self._at < len(self._events) else NEVER
+
+    def due(self, now: float) -> list[tuple[str, Peer]]:
+        first = self._at
+        while self._at < len(self._events) and self._events[self._at][0] <= now:
+            self._at += 1
+        return [(what, peer) for _, _, what, peer in self._events[first : self._at]]
+
+
+class _Bill:
+    """Hours that machines were there, and bytes that they sent, by kind."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        kinds = len(job.machines.kinds)
+        self._there, self.hours, self.sent_bytes = [0] * kinds, [0.0] * kinds, [0.0] * kinds
+
+    def _kind(self, peer: Peer) -> int:
+        return self._job.machines.kind_of[slot_of(peer)]
+
+    @property
+    def there(self) -> int:
+        return sum(self._there)
+
+    def come(self, peer: Peer) -> None:
+        self._there[self._kind(peer)] += 1
+
+    def go(self, peer: Peer) -> None:
+        self._there[self._kind(peer)] -= 1
+
+    def spend(self, seconds: float) -> None:
+        for kind, count in enumerate(self._there):
+            if count:
+                self.hours[kind] += count * seconds / HOUR_S
+
+    def send(self, crew: Crew) -> None:
+        """One step's microbatches and averaging."""
+        for kind, nbytes in enumerate(crew.sent_bytes()):
+            self.sent_bytes[kind] += nbytes
+
+
+def forecast(
+    job: Job,
+    model: StepModel,
+    presences: Sequence[Presence],
+    start_s: float,
+    horizon_s: float,
+    seed: int,
+    progress: Callable[[float], None] = lambda now: None,
+) -> History:
+    """One seed's run until the horizon."""
+    run = Run(job, model, presences, start_s)
+    run.play(horizon_s, progress)
+    parts = Parts(**run.parts)
+    stuck = run.stuck or (_why_stuck(parts, run) if not run.progress.step else "")
+    return History(
+        seed=seed,
+        seconds=horizon_s,
+        steps=run.progress.step,
+        tokens=run.progress.step * job.microbatches * job.tokens,
+        parts=parts,
+        **msgspec.structs.asdict(run.tally),
+        peer_hours=tuple(run.bill.hours),
+        sent_bytes=tuple(run.bill.sent_bytes),
+        stuck=stuck,
+        digest=run.digest(),
+    )
+
+
+def _why_stuck(parts: Parts, run: Run) -> str:
+    """Why no step is left at the end, in words."""
+    if run.tally.lost_stages:
+        return (
+            f"{run.tally.lost_stages} times a stage lost its last replica and everybody went back, {run.tally.undone_steps} steps in all;"
+            " more replicas, fewer stages or checkpoints closer together (checkpoint.every) would help"
+        )
+    if parts.stalled > 0.5 * run.now:
+        return (
+            f"{run.crew.empty_stages() or 'a stage'} had nobody: there were fewer machines than {run.job.stages} stages"
+        )
+    return f"no step was done in {units.duration(run.now)}: deaths undo more than is computed between two of them"

@@ -1,0 +1,96 @@
+"""What a forecast is asked: a plan's stages on machines, seconds and bytes of its parts, settings of the run that time depends on."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from shoal.config import Config
+from shoal.forecast.machines import Machines, grouped
+from shoal.planner.costs.arrays import Floats
+from shoal.planner.inputs.profile import MOMENTS_BYTES
+from shoal.planner.prediction.seats import Seats
+from shoal.planner.strategy.plan import Plan
+from shoal.planner.strategy.pricing import as_planned
+from shoal.planner.strategy.problem import Problem
+
+SCAN_BEATS = 0.9  # the leader looks for silent members so often (core/leader/leader.py)
+VALUE_BYTES = 4  # of a parameter, as it is averaged and downloaded
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long a run waits."""
+
+    heartbeat_s: float = 0.5
+    detection_s: float = 4.45  # from a death to the eviction
+    lost_stage_wait_s: float = 5.0
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One configuration on machines. Arrays by kind of machine and stage, in seconds of one microbatch."""
+
+    machines: Machines
+    stage_of: tuple[int, ...]  # by slot, as planned; -1: left out
+    forward_s: Floats
+    backward_s: Floats
+    seats: Seats  # the plan's, as the planner plays them
+    state_bytes: tuple[float, ...]  # by stage, that a joiner downloads
+    tokens: int  # of a microbatch
+    save_every: int = 0  # steps between checkpoints
+    patience: Patience = Patience()
+    round_s: float = 0.0  # of a step beside what is predicted: the optimizer, the tasks of a round
+
+    @property
+    def stages(self) -> int:
+        return self.seats.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self.seats.microbatches
+
+    @property
+    def hop_s(self) -> Floats:
+        """Compute of one microbatch, forward and backward; the last stage runs no forward of its own. By kind and stage."""
+        forward_s = self.forward_s.copy()
+        forward_s[:, -1] = 0.0
+        return np.maximum(forward_s + self.backward_s, 1e-12)
+
+
+def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
+    """That plan, run as the configuration says."""
+    seats = as_planned(problem, plan)
+    machines = grouped(problem.cluster)
+    emulated = problem.emulated_s > 0
+    forward_s, backward_s = (_by_kind(each, seats, machines, emulated) for each in (seats.forward_s, seats.backward_s))
+    values = [nbytes / VALUE_BYTES for nbytes in (problem.emulated_gradient_bytes,) * seats.stages]
+    if not problem.emulated_s:
+        values = [problem.profile.stage(range(stage.first, stage.end)).parameters for stage in plan.stages]
+    value_bytes = VALUE_BYTES + MOMENTS_BYTES[problem.moments]
+    run = config.run
+    return Job(
+        machines=machines,
+        stage_of=seats.stage_of,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        seats=seats,
+        state_bytes=tuple(count * value_bytes for count in values),
+        tokens=problem.work.microbatch_tokens,
+        save_every=config.checkpoint.every,
+        patience=Patience(
+            run.heartbeat_s, run.heartbeat_timeout_s + SCAN_BEATS * run.heartbeat_s, run.lost_stage_wait_s
+        ),
+    )
+
+
+def _by_kind(seconds: tuple[float, ...], seats: Seats, machines: Machines, emulated: bool) -> Floats:
+    """What each kind would take at each stage: as planned where one of it serves that stage, else by FLOP/s from one that does."""
+    table = np.zeros((len(machines.kinds), seats.stages))
+    for stage in range(seats.stages):
+        group = seats.replicas(stage)
+        model = group[0]
+        flops = machines.kinds[machines.kind_of[model]].flops
+        for kind, device in enumerate(machines.kinds):
+            table[kind, stage] = seconds[model] * (1.0 if emulated else flops / device.flops)
+        for slot in reversed(group):
+            table[machines.kind_of[slot], stage] = seconds[slot]
+    return table

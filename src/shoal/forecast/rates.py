@@ -1,0 +1,243 @@
+"""How long a step takes with given machines at given stages, for thousands of compositions: the step-time models of a forecast.
+
+A model is a function of who serves what. `Played` is the planner's own prediction, which plays the step (planner/prediction). `Aggregated`
+computes it in arrays: a replica passes as many microbatches per second as its compute, uplink and downlink allow, a stage the sum of its
+replicas' (each gets the share that fills it, which is the max-min fair one), the pipeline what its thinnest stage does or what its owners
+can have on their way; its two factors are what playing gives over it, on a fleet of the same stages that is small enough to play.
+
+Another way to train (GPipe, a static pipeline) is another StepModel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shoal.core.allreduce.layout import row_lengths
+from shoal.forecast.job import Job
+from shoal.planner.costs.arrays import Floats
+from shoal.planner.prediction.averaging import averaging
+from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
+from shoal.planner.prediction.step import predict
+
+PLAYED_MOST = 32  # machines of a fleet whose steps are played
+PLAY_SEED = 0  # who is asked first in a played step
+Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """Of one step with one composition."""
+
+    microbatches_s: float
+    averaging_s: float
+    agreeing_s: float
+    compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
+    stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
+
+    @property
+    def step_s(self) -> float:
+        return self.microbatches_s + self.averaging_s + self.agreeing_s
+
+
+class StepModel(Protocol):
+    def __call__(self, composition: Composition) -> StepTime | None:
+        """None: a stage has nobody."""
+        ...
+
+
+class Rates:
+    """What single replicas can do, by kind and stage: microbatches per second by compute alone, and with their lines."""
+
+    def __init__(self, job: Job) -> None:
+        seats, machines = job.seats, job.machines
+        self.kind_of = np.array(machines.kind_of)
+        handed_on, handed = (np.array(each) for each in handed_bytes(seats))
+        requests = np.array(request_bytes(seats))
+        up_Bps, down_Bps = (
+            np.array([[getattr(device, name) or math.inf] for device in machines.kinds])
+            for name in ("up_Bps", "down_Bps")
+        )
+        self.compute = 1.0 / job.hop_s
+        line_s = np.maximum(handed_on[None, :] / up_Bps, (handed + requests)[None, :] / down_Bps)
+        self.replica = 1.0 / np.maximum(job.hop_s, line_s)
+        self.line_Bps = np.minimum(up_Bps, down_Bps)[:, 0]
+
+    def of_stages(self, table: Floats, composition: Composition, stages: int) -> Floats:
+        """The sums of `table` over each stage's replicas."""
+        slots = np.flatnonzero(composition >= 0)
+        at = composition[slots]
+        return np.bincount(at, table[self.kind_of[slots], at], minlength=stages).astype(np.float64)
+
+
+class Played:
+    """The planner's prediction of each composition, kept: compositions of the same kinds at the same stages are one."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._rates = job, Rates(job)
+        self._known: dict[tuple[tuple[int, int], ...], StepTime] = {}
+        self._slots_of: list[list[int]] = [[] for _ in job.machines.kinds]
+        for slot, kind in enumerate(job.machines.kind_of):
+            self._slots_of[kind].append(slot)
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        job = self._job
+        stage_of = composition.tolist()
+        if set(range(job.stages)) - set(stage_of):
+            return None
+        kind_of = job.machines.kind_of
+        key = tuple(sorted((stage, kind_of[slot]) for slot, stage in enumerate(stage_of) if stage >= 0))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._predicted(key, tuple(stage_of) == job.stage_of)
+        return known
+
+    def _predicted(self, key: tuple[tuple[int, int], ...], as_planned: bool) -> StepTime:
+        """`as_planned`: every machine has its seat, so the plan's routes and owners hold."""
+        job = self._job
+        if as_planned:
+            slots, seats = list(range(len(job.stage_of))), job.seats
+        else:
+            free = [iter(slots) for slots in self._slots_of]
+            slots = [next(free[kind]) for _, kind in key]
+            seats = seats_of(job, [kind for _, kind in key], tuple(stage for stage, _ in key))
+        step = predict(seats, job.machines.cluster(slots), np.random.default_rng(PLAY_SEED))
+        composition = np.full(len(job.stage_of), -1)
+        composition[slots] = seats.stage_of
+        compute = self._rates.of_stages(self._rates.compute, composition, job.stages)
+        rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
+        return StepTime(
+            step.microbatches_s,
+            step.averaging_s + job.round_s,
+            step.agreeing_s,
+            min(job.microbatches / float(compute.min()), step.microbatches_s),
+            tuple(rates.tolist()),
+        )
+
+
+def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
+    """Devices of these kinds at these stages, wired as they run without a plan's routes."""
+    at = list(zip(kinds, (max(stage, 0) for stage in stage_of), strict=True))
+    return msgspec.structs.replace(
+        job.seats,
+        stage_of=stage_of,
+        forward_s=tuple(float(job.forward_s[one]) for one in at),
+        backward_s=tuple(float(job.backward_s[one]) for one in at),
+        routes=(),
+        line_rates=(),
+    )
+
+
+class Aggregated:
+    """By sums over stages; see above."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._rates = job, Rates(job)
+        seats = job.seats
+        self._messages_s = np.maximum(job.machines.delay_s, job.machines.delay_s.T)
+        self._moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
+        self.factors = (1.0, 1.0)  # of microbatches and of averaging
+        self.factors = self._fitted()
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        job, rates = self._job, self._rates
+        stage_rates = rates.of_stages(rates.replica, composition, job.stages)
+        if not stage_rates.min() > 0:
+            return None
+        return self._step(composition, job.microbatches, stage_rates)
+
+    def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
+        job, rates = self._job, self._rates
+        members = composition >= 0
+        counts = np.bincount(rates.kind_of[members], minlength=len(job.machines.kinds)).astype(float)
+        weights = counts / counts.sum()
+        delay_s = float(weights @ self._messages_s @ weights)
+        microbatches_s = max(
+            microbatches / float(stage_rates.min()), self._trips_s(composition, microbatches, weights, delay_s)
+        )
+        there = counts > 0
+        farthest_s = float(self._messages_s[np.ix_(there, there)].max(axis=1) @ weights[there])
+        compute = rates.of_stages(rates.compute, composition, job.stages)
+        microbatches_s *= self.factors[0]
+        return StepTime(
+            microbatches_s,
+            self._averaging_s(composition) * self.factors[1] + job.round_s,
+            4 * farthest_s + 2 * delay_s if counts.sum() > 1 else 0.0,
+            min(microbatches / float(compute.min()), microbatches_s),
+            tuple(stage_rates.tolist()),
+        )
+
+    def _trips_s(self, composition: Composition, microbatches: int, weights: Floats, delay_s: float) -> float:
+        """What an owner has on its way at once limits it: trips through all stages, one after the other."""
+        job, stages = self._job, self._job.stages
+        members = np.flatnonzero(composition >= 0)
+        at = composition[members]
+        own_s = job.hop_s[self._rates.kind_of[members], at]
+        compute_s = float((np.bincount(at, own_s, minlength=stages) / np.bincount(at, minlength=stages)).sum())
+        line_s = float(np.mean(1.0 / self._rates.line_Bps[self._rates.kind_of[members]]))
+        trip_s = compute_s + 2 * (2 * stages - 1) * delay_s + self._moved_bytes * line_s
+        return math.ceil(microbatches / len(members)) / job.seats.inflight * trip_s
+
+    def _averaging_s(self, composition: Composition) -> float:
+        """The slowest stage's reduce-scatter and all-gather, at even shares on its narrowest line."""
+        job, worst_s = self._job, 0.0
+        for stage, nbytes in enumerate(job.seats.gradient_bytes):
+            kinds = self._rates.kind_of[composition == stage]
+            if len(kinds) < 2:
+                continue
+            present = np.unique(kinds)
+            pair_Bps = float(job.machines.bandwidth_Bps[np.ix_(present, present)].min())
+            delay_s = float(job.machines.delay_s[np.ix_(present, present)].max())
+            line_Bps = float(self._rates.line_Bps[present].min())
+            rows = row_lengths(len(kinds))
+            held, seconds = nbytes, 0.0
+            for among in (rows[0], len(rows)) if len(rows) > 1 else rows:
+                seconds += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
+                held /= among
+            worst_s = max(worst_s, 2 * seconds)
+        return worst_s + job.seats.averaging_codec_s
+
+    def _fitted(self) -> tuple[float, float]:
+        """What playing gives over the sums, for the planned fleet or a thinned one of the same stages and shares of kinds."""
+        job = self._job
+        slots = thinned(job.stage_of, job.stages, PLAYED_MOST)
+        kinds = [job.machines.kind_of[slot] for slot in slots]
+        members = sum(stage >= 0 for stage in job.stage_of)
+        microbatches = max(1, round(job.microbatches * len(slots) / members))
+        seats = msgspec.structs.replace(
+            seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches
+        )
+        machines = job.machines.cluster(slots)
+        played = predict(seats, machines, np.random.default_rng(PLAY_SEED))
+        composition = np.full(len(job.stage_of), -1)
+        composition[slots] = seats.stage_of
+        stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
+        rough = self._step(composition, microbatches, stage_rates)
+        averaging_s = averaging(seats, machines)[0] + seats.averaging_codec_s
+        return (
+            played.microbatches_s / rough.microbatches_s,
+            averaging_s / rough_s if (rough_s := rough.averaging_s - job.round_s) > 0 else 1.0,
+        )
+
+
+def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
+    """At most so many of the slots, or one for each stage, as many of each stage in proportion, taken evenly from its replicas."""
+    members = [slot for slot, stage in enumerate(stage_of) if stage >= 0]
+    share = min(1.0, most / len(members))
+    kept: list[int] = []
+    for stage in range(stages):
+        group = [slot for slot in members if stage_of[slot] == stage]
+        count = max(1, round(len(group) * share))
+        kept += [group[number * len(group) // count] for number in range(count)]
+    return sorted(kept)
+
+
+def model_of(job: Job, changes: int) -> StepModel:
+    """`changes`: how many compositions the whole forecast may ask for. Few of a small fleet are played."""
+    return Played(job) if len(job.stage_of) <= PLAYED_MOST and changes <= PLAYS_MOST else Aggregated(job)
+
+
+PLAYS_MOST = 300  # a played step takes 0.02 to 0.3 s

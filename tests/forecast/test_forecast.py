@@ -1,0 +1,281 @@
+"""Forecasts: time is accounted for, deaths cost what they should, the same inputs give the same history, bad input is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from shoal.cli.main import main
+from shoal.forecast import churn as churns
+from shoal.forecast.churn import Churn, Presence, presences
+from shoal.forecast.forecaster import History, Parts, forecast
+from shoal.forecast.job import Job
+from shoal.forecast.machines import Machines, grouped
+from shoal.forecast.rates import Aggregated, Played
+from shoal.forecast.summary import compared, summarized
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.prediction.seats import Seats
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "configs" / "traces" / "aws-g4dn-spot.csv"
+HOUR_S = 3600.0
+
+
+def a_job(peers: int = 8, stages: int = 2, save_every: int = 10) -> Job:
+    device = Device(name="", flops=1.0, up_Bps=25e6, down_Bps=25e6, price_per_h=0.5, losses_per_h=0.5)
+    machines = Machines((device,), (0,) * peers, np.array([[0.02]]), np.array([[1e9]]))
+    stage_of = tuple(slot % stages for slot in range(peers))
+    forward_s, backward_s = np.full((1, stages), 0.2), np.full((1, stages), 0.4)
+    seats = Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (4e6,) * stages, 2e5, 4096.0, 4 * peers, 4)
+    return Job(
+        machines=machines,
+        stage_of=stage_of,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        seats=seats,
+        state_bytes=(1.2e7,) * stages,
+        tokens=1000,
+        save_every=save_every,
+    )
+
+
+def always(peers: int, *changes: Presence) -> list[Presence]:
+    return sorted([*(Presence(0.0, slot, True) for slot in range(peers)), *changes], key=lambda one: one.at_s)
+
+
+def play(job: Job, changes: list[Presence], hours: float = 1.0) -> History:
+    return forecast(job, Played(job), changes, 0.0, hours * HOUR_S, 0)
+
+
+def test_without_churn_every_step_takes_what_the_planner_predicts() -> None:
+    job = a_job()
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None
+    history = play(job, always(8))
+    assert history.steps == int(HOUR_S / step.step_s)
+    assert history.tokens == history.steps * 32 * 1000
+    assert (history.parts.redone, history.parts.stalled, history.deaths, history.moves) == (0, 0, 0, 0)
+
+
+def test_all_of_the_time_is_accounted_for() -> None:
+    job = a_job()
+    history = play(job, list(presences(Churn(life_s=1200.0), job.machines, 6 * HOUR_S, 3)), 6.0)
+    parts = [getattr(history.parts, part) for part in Parts.__struct_fields__]
+    assert min(parts) >= 0 and sum(parts) == pytest.approx(6 * HOUR_S) and history.deaths > 50
+
+
+def test_a_death_is_detected_first_and_its_share_is_computed_again() -> None:
+    job = a_job()
+    calm, struck = play(job, always(8)), play(job, always(8, Presence(600.0, 0, False)))
+    assert struck.steps < calm.steps and struck.deaths == 1
+    assert struck.parts.waiting / struck.steps > calm.parts.waiting / calm.steps
+    assert struck.parts.redone > 0
+    assert struck.lost_stages == 0
+
+
+def test_a_stage_that_loses_its_last_replica_sends_everybody_back_to_the_checkpoint() -> None:
+    changes = always(4, *(Presence(500.0 + 20 * slot, slot, False) for slot in (0, 2)))  # stage 0 is served by 0 and 2
+    rare, often = (play(a_job(4, save_every=every), changes) for every in (1000, 2))
+    assert rare.lost_stages == often.lost_stages == 0, "a peer of the other stage moves there"
+    both = always(4, Presence(500.0, 0, False), Presence(500.0, 2, False), Presence(900.0, 0, True))
+    rare, often = (play(a_job(4, save_every=every), both) for every in (1000, 2))
+    assert rare.lost_stages == often.lost_stages == 1
+    assert rare.undone_steps > often.undone_steps and rare.steps < often.steps
+    assert rare.parts.redone > often.parts.redone
+
+
+def test_the_majority_that_dies_at_once_ends_the_run_in_words() -> None:
+    history = play(a_job(4), always(4, *(Presence(500.0, slot, False) for slot in (0, 1, 2))))
+    assert "no majority" in history.stuck and history.parts.stalled > HOUR_S / 2
+
+
+def test_a_joiner_goes_where_the_leader_would_put_it_and_helps() -> None:
+    job = a_job(stages=1)
+    without = play(job, always(8, Presence(300.0, 0, False)))
+    replaced = play(job, always(8, Presence(300.0, 0, False), Presence(400.0, 0, True)))
+    assert replaced.steps > without.steps and replaced.joins == 9
+
+
+def test_sums_over_stages_are_near_what_is_played() -> None:
+    job = a_job(16, 4)
+    played, aggregated = Played(job), Aggregated(job)
+    for lost in ((), (3,), (0, 5), (1, 2, 7)):
+        composition = np.array(job.stage_of)
+        composition[list(lost)] = -1
+        one, other = played(composition), aggregated(composition)
+        assert one is not None and other is not None
+        assert other.step_s == pytest.approx(one.step_s, rel=0.15)
+
+
+def test_the_time_of_many_slots_is_that_of_their_kinds() -> None:
+    devices = tuple(Device(name=f"p{n}", flops=1.0 + n % 2) for n in range(6))
+    cluster = Cluster(devices, np.full((6, 6), 0.01), np.full((6, 6), 1e8))
+    machines = grouped(cluster)
+    assert len(machines.kinds) == 2 and machines.kind_of == (0, 1) * 3
+    cluster.delay_s[0, 2] = 0.5
+    assert len(grouped(cluster).kinds) == 6
+
+
+@pytest.mark.parametrize("churn", [Churn(record=str(RECORD)), Churn(life_s=1800, shape=0.7), Churn(tide=0.5)])
+def test_machines_come_before_they_go(churn: Churn) -> None:
+    machines = a_job(30).machines
+    there = [False] * 30
+    last_s = 0.0
+    for change in presences(churn, machines, 48 * HOUR_S, 5):
+        assert change.at_s >= last_s and there[change.slot] != change.joins
+        last_s, there[change.slot] = change.at_s, change.joins
+    assert last_s > 24 * HOUR_S
+
+
+def test_a_records_copies_have_as_many_nodes_as_the_record() -> None:
+    machines = a_job(240).machines
+    present, seconds, last_s = 0, 0.0, 0.0
+    for change in presences(Churn(record=str(RECORD)), machines, 24 * HOUR_S, 1):
+        seconds += present * (change.at_s - last_s)
+        last_s, present = change.at_s, present + (1 if change.joins else -1)
+    assert seconds / last_s / 10 == pytest.approx(12.8, rel=0.2)  # the record's own mean, ten copies
+
+
+def test_lives_have_the_mean_that_was_asked_for() -> None:
+    machines = a_job(300).machines
+    for shape in (0.7, 1.0, 2.0):
+        churn = Churn(life_s=1800.0, shape=shape, away_s=600.0)
+        deaths = sum(not one.joins for one in presences(churn, machines, 24 * HOUR_S, 0))
+        assert deaths == pytest.approx(300 * 24 * HOUR_S / 2400, rel=0.05)
+
+
+def test_a_region_fails_as_a_whole() -> None:
+    device = Device(name="", flops=1.0, region="east")
+    kinds = (device, msgspec.structs.replace(device, region="west"))
+    machines = Machines(kinds, (0, 0, 1), np.zeros((2, 2)), np.ones((2, 2)))
+    changes = presences(Churn(region_failures_per_h=0.5), machines, 24 * HOUR_S, 0)
+    of = {slot: [(one.at_s, one.joins) for one in changes if one.slot == slot] for slot in range(3)}
+    assert of[0] == of[1] != of[2] and len(of[0]) > 4
+
+
+def test_seeds_are_compared_in_pairs() -> None:
+    job = a_job()
+    planned = Played(job)(np.array(job.stage_of))
+    assert planned is not None
+    histories = [
+        History(seed=n, seconds=HOUR_S, steps=n, tokens=1000 + n, parts=Parts(), peer_hours=(8.0,)) for n in range(5)
+    ]
+    better = [msgspec.structs.replace(one, tokens=one.tokens * 1.1) for one in histories]
+    one, other = (summarized(name, job, planned, each) for name, each in (("a", histories), ("b", better)))
+    difference = compared(one, other)
+    assert difference.more_percent == pytest.approx(10)
+    assert difference.low_percent is not None and difference.low_percent == pytest.approx(10)
+    assert one.cost.rent is not None and one.cost.egress is None and "egress_price_per_GB" in one.cost.missing[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+CLUSTER = """
+[link]
+delay_s = "20 ms"
+bandwidth_Bps = "1 Gbit/s"
+[[device]]
+name = "p"
+count = 6
+flops = "1 TFLOP/s"
+up_Bps = "200 Mbit/s"
+down_Bps = "200 Mbit/s"
+"""
+LAB = str(ROOT / "configs" / "lab.toml")
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "churn.toml").write_text('life_s = "2 h"\nshape = 0.8\n')
+    return tmp_path
+
+
+def words(*more: str) -> list[str]:
+    return [
+        "forecast",
+        LAB,
+        "--cluster",
+        "cluster.toml",
+        "--churn",
+        "churn.toml",
+        "--hours",
+        "1",
+        "--seeds",
+        "2",
+        *more,
+    ]
+
+
+def test_one_digest_whatever_the_hash_seed() -> None:
+    code = (
+        "from test_forecast import *\n"
+        "job = a_job(12, 3)\n"
+        "changes = presences(Churn(record=str(RECORD)), job.machines, 6 * HOUR_S, 1)\n"
+        "print(forecast(job, Aggregated(job), changes, 60.0, 6 * HOUR_S, 1).digest)"
+    )
+    digests = []
+    for seed in ("0", "1", "2"):
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        digests.append(done.stdout.strip())
+    assert len(set(digests)) == 1 and len(digests[0]) == 16
+
+
+def test_the_report_says_that_it_is_simulated_and_what_is_left_out(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (there / "other.toml").write_text(Path(LAB).read_text())
+    assert main(words("other.toml", "--pictures", "drawn")) == 0
+    text = capsys.readouterr().out
+    assert "simulated" in text and "left out      rent: 6 of 6 machines have no price_per_h" in text
+    assert "other makes +0.0 % tokens against lab" in text
+    assert {file.name for file in (there / "drawn").iterdir()} == {"tokens.png", "tokens.svg", "time.png", "time.svg"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--hours", "0.0001"], "a step takes"),
+        (["--hours", "0"], "more than 0"),
+        (["--seeds", "0"], "wanted 1 to 10000"),
+        (["--churn", "backwards.csv"], "not in order of time"),
+        (["--churn", "odd.toml"], "shape = 50.0 must be from 0.1 to 10"),
+        (["--churn", "unknown.toml"], "unknown field `lief_s`"),
+        (["--plan", "plan.json"], "nowhere"),
+        (["--cluster", "other.toml"], "is no device or region"),
+        (["--churn", "deadly.toml"], "cannot make progress"),
+    ],
+)
+def test_bad_input_is_refused_in_words(
+    there: Path, capsys: pytest.CaptureFixture[str], change: list[str], says: str
+) -> None:
+    (there / "backwards.csv").write_text("2000,add,a\n1000,add,b\n")
+    (there / "odd.toml").write_text("life_s = 100.0\nshape = 50.0\n")
+    (there / "unknown.toml").write_text("lief_s = 100.0\n")
+    (there / "deadly.toml").write_text('life_s = "1 s"\naway_s = "1 h"\nstart_s = "0 s"\n')
+    (there / "plan.json").write_text('{"layers": 6, "stages": [{"first": 0, "end": 6, "peers": ["nowhere"]}]}')
+    (there / "other.toml").write_text(CLUSTER + '[[links]]\nfrom = "p-0"\nto = "mars"\ndelay_s = "1 s"\n')
+    assert main([*words(), *change]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_is_refused(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (there / "small.toml").write_text(CLUSTER.replace("up_Bps", 'memory_bytes = "1 MB"\nup_Bps', 1))
+    config = str(ROOT / "configs" / "four-machines.toml")
+    assert main(["forecast", config, "--cluster", "small.toml", "--hours", "1", "--seeds", "1"]) == 2
+    assert "fits no device" in capsys.readouterr().err
+
+
+def test_a_record_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("\n")
+    with pytest.raises(ValueError, match="holds no change"):
+        churns.load(str(tmp_path / "empty.csv"))
