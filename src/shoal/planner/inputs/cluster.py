@@ -289,10 +289,10 @@ def _alike(tree: Mapping[str, Any], count: int) -> tuple[Floats, Floats]:
 
 def device_of(table: object, where: str) -> Device:
     """One machine's table, as in device.toml."""
-    found = _devices(table, where)
-    if len(found) != 1:
-        raise ValueError(f"{where}.count = {len(found)}; one machine is one device")
-    return found[0]
+    devices = _devices(table, where)
+    if len(devices) != 1:
+        raise ValueError(f"{where}.count = {len(devices)}; one machine is one device")
+    return devices[0]
 
 
 def _elsewhere(path: Path) -> Device:
@@ -319,10 +319,10 @@ def _matrices(named: object, folder: Path) -> tuple[Floats, Floats, tuple[str, .
 
 def _csv(path: Path) -> Floats:
     try:
-        found = np.loadtxt(path, delimiter=",", ndmin=2)
+        matrix = np.loadtxt(path, delimiter=",", ndmin=2)
     except ValueError as error:
         raise ValueError(f"{path} is no matrix of numbers: {error}") from None
-    return np.asarray(found, dtype=np.float64)
+    return np.asarray(matrix, dtype=np.float64)
 
 
 def _devices(table: object, where: str) -> list[Device]:
@@ -421,8 +421,8 @@ def _refuse_unknown(table: Mapping[str, Any], known: set[str], where: str) -> No
             raise ValueError(f"{where}: {key} is not known{_near(key, known)}")
 
 
-def _near(found: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(found, sorted(known), n=1)
+def _near(word: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=1)
     return f"; did you mean {near[0]}?" if near else f"; try {', '.join(sorted(known))}"
 
 
