@@ -52,7 +52,8 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations device.compile device.machine device.threads run.log_to device.count log.to
+    device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
+    device.machine device.threads device.count run.log_to
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
