@@ -32,11 +32,12 @@ class Joiner(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """A member that has died: its part of its stage's rate, and when it is evicted."""
+    """A member that has died: its part of its stage's rate, when it is evicted, and how far the step was that it has books of."""
 
     member: Member
     share: float
     noticed_s: float
+    passed: float
 
 
 def slot_of(peer: Peer) -> int:
@@ -109,7 +110,7 @@ class Crew:
     def ready(self, now: float) -> list[Peer]:
         return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now]
 
-    def die(self, peer: Peer, noticed_s: float) -> None:
+    def die(self, peer: Peer, noticed_s: float, passed: float) -> None:
         if self.joiners.pop(peer, None) is not None or peer not in self.members:
             return
         member = self.members[peer]
@@ -118,8 +119,12 @@ class Crew:
             for one in self.members.values()
             if one.stage == member.stage and one.peer not in self.dead
         )
-        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s)
+        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s, passed)
         self.serving[slot_of(peer)] = -1
+
+    def begin_step(self) -> None:
+        """The dead have no books of a new step."""
+        self.dead = {peer: msgspec.structs.replace(lost, passed=0.0) for peer, lost in self.dead.items()}
 
     def evict(self, now: float) -> list[Lost]:
         """The dead that are noticed by now leave the view."""
