@@ -13,11 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test check format lint imports types unit slow gpu bench structure protocol results configuration docs clean
+.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
 	@echo "make demo    six local peers train a byte-level language model"
+	@echo "make wheel   dist/, as others install it: wheel built, checked, installed into an empty environment and run"
 	@echo "make test    setup, then every check and every quick test (what CI runs)"
 	@echo "make check   the same without setup and end-to-end tests, for every commit"
 	@echo "make slow    the tests marked slow;  make gpu: the first hour on a card"
@@ -35,11 +36,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer; no python3 was found" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Shoal needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,page]'
 	@touch $@
 
 demo: setup
-	.venv/bin/shoal run configs/quickstart.toml
+	.venv/bin/shoal demo
+
+# Built, checked, installed into an empty environment and run from another directory.
+wheel: setup
+	rm -rf dist
+	$(PY) -m build --outdir dist
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m check_wheel_contents dist
+	$(PY) -m pytest -q -s -m slow --timeout 1800 tests/project/test_wheel.py
 
 test: setup
 	@$(MAKE) --no-print-directory lint imports types docs unit
@@ -63,7 +72,7 @@ unit:
 slow: setup
 	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900
 
-# PART: identity, sanitizer, memory, mixed, swapping, codecs; all of them if it is not set. Without a card a rehearsal on the CPU.
+# PART: identity, sanitizer, memory, mixed, sharded, swapping, codecs; all of them if it is not set. Without a card a rehearsal on the CPU.
 gpu:
 	@$(PY) tools/first_hour.py $(PART)
 

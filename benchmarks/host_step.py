@@ -6,7 +6,8 @@ One of two replicas: the task runner's own Cut, Add, Gather and Apply for a stag
 comes off the network. No hops. For each number of threads a process of its own, in the environment that the launcher gives a peer; each
 task's times are the best of all steps. The value is the wall time of 1.75 billion parameters on 8 cores, extrapolated by Amdahl's law from
 the wall times of the fewest and the most threads measured: what did not get faster by more threads is taken not to get faster by still
-more. Give it an idle machine.
+more. Beside it stands the time that memory alone takes, whatever the cores: the bytes that the tasks must move at the rate at which this
+machine copies. Give it an idle machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ SETTINGS = (
 )
 STAGE = 1.75e9  # parameters of the target: 2 s on 8 cores
 TARGET_S, CORES = 2.0, 8
+# Bytes of a parameter that no code of fp32 can leave in place: Cut copies 8, Add of half of them reads and writes 6, Gather copies 8 and
+# reads them for the norm and the digest (8), AdamW reads 16 and writes 12.
+MOVED_BYTES = 8 + 6 + 16 + 28
+COPIED_VALUES = 1 << 28  # 1 GiB
 
 
 def main() -> None:
@@ -47,31 +52,39 @@ def main() -> None:
     if given.one:
         return print(json.dumps(measured(given.one, given.repeats)))
     rows: dict[str, Any] = {}
+    copied: dict[str, float] = {}  # bytes read and written, GB/s
     for threads in given.threads.split(","):
         command = [sys.executable, __file__, "--one", threads, "--repeats", str(given.repeats)]
         variables = {**os.environ, "OMP_NUM_THREADS": threads}
         variables |= devices.allocator(variables)
         row = json.loads(subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout)
+        copied[threads] = row.pop("copy")[0]
         rows[threads] = row
         cells = "  ".join(f"{name} {wall:.2f} ({cpu:.2f})" for name, (wall, cpu) in row.items())
-        print(f"{threads} threads, s per billion parameters (of processor time): {cells}", flush=True)
+        print(
+            f"{threads} threads, copies {copied[threads]:.1f} GB/s, s per billion parameters (of processor time): {cells}",
+            flush=True,
+        )
     walls = {threads: round(sum(wall for wall, _ in row.values()), 3) for threads, row in rows.items()}
     most = max(walls, key=int)
     few = min(walls, key=int)
     parallel_s = (walls[few] - walls[most]) / (1 / int(few) - 1 / int(most)) if few != most else 0.0
     value = STAGE / 1e9 * (walls[few] - parallel_s / int(few) + parallel_s / CORES)
-    setting = {"threads": rows, "wall_s": walls}
+    memory_s = STAGE * MOVED_BYTES / max(copied.values()) / 1e9
+    print(f"memory alone, at the fastest copy: {memory_s:.2f} s; extrapolated: {value:.2f} s")
+    setting = {"threads": rows, "wall_s": walls, "copied_gb_s": copied, "memory_alone_s": round(memory_s, 2)}
     target = Target(TARGET_S, "lower")
     unit = f"s per step of {STAGE / 1e9} billion parameters, extrapolated to {CORES} cores"
     report("host_step", value, unit, target, setting, given.record)
 
 
 def measured(threads: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """By task: seconds per billion parameters, and those of processor time."""
+    """By task: seconds per billion parameters, and those of processor time; for "copy" GB/s of bytes read and written, twice."""
     import torch
 
     from shoal import config as configuration
     from shoal.core import messages as m
+    from shoal.numerics import pieces
     from shoal.runtime.tasks.task_runner import TaskRunner
 
     runner = TaskRunner(configuration.load(None, [*SETTINGS, f"device.threads={threads}"]))
@@ -103,6 +116,12 @@ def measured(threads: int, repeats: int) -> dict[str, tuple[float, float]]:
         for name in (*names, f"sum{step}"):
             runner.drop(name)
     runner.close()
+    source, target = torch.zeros(COPIED_VALUES), torch.zeros(COPIED_VALUES)  # written once, so that no page is missing
+    for _ in range(repeats):
+        before = time.perf_counter()
+        pieces.copy_(target, source)
+        rate = 8 * COPIED_VALUES / (time.perf_counter() - before) / 1e9
+        best["copy"] = (max(rate, best.get("copy", (0.0, 0.0))[0]),) * 2
     return {name: (round(wall, 3), round(cpu, 3)) for name, (wall, cpu) in best.items()}
 
 

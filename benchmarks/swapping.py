@@ -220,7 +220,8 @@ def timed(run: Callable[[], None], device: str) -> float:
 
 def measured_peak(executor: Swapping, batch: list[Tensor], device: str) -> int:
     with memory.MemoryMeter(device) as watch:
-        layer_by_layer(executor, batch)
+        executor.backward_batch(batch)
+    executor.zero()
     return executor.resident_bytes + watch.peak
 
 

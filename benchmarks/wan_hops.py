@@ -62,7 +62,7 @@ def run(lab: Lab, folder: Path, words: list[str], device: list[str]) -> dict[str
 def wait_for_invite(log: Path, process: subprocess.Popen[Any]) -> str:
     until = time.monotonic() + INVITE_S
     while time.monotonic() < until and process.poll() is None:
-        if match := re.search(r"shoal join (shoal-\S+)\n", log.read_text()):
+        if match := re.search(r"^  (shoal1\w+)\n", log.read_text(), re.MULTILINE):
             return match[1]
         time.sleep(0.1)
     raise RuntimeError(f"the founder has shown no invite: {log.read_text()[-2000:]}")

@@ -9,6 +9,7 @@ rounded by itself as in a run. `follow` adds as the ledger says and must end wit
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from shoal.config import Config, local_batch, microbatches
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.executor.base import digest_of
 from shoal.model import stages
-from shoal.numerics.optimizer import learning_rate
+from shoal.numerics.schedule import learning_rate
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.records.account import CommittedStep
 
@@ -90,10 +91,10 @@ class OneProcess:
         self.microbatches = microbatches(config.train)
         self.parts = self.microbatches  # whose mean losses one optimizer step takes
         self.model = stages.whole(config)
-        self.parameters: Tensors = dict(self.model.named_parameters())
-        self.names = [
-            [name for name, _ in stages.build(config, stage).named_parameters()] for stage in range(config.run.stages)
-        ]
+        self.parameters: Tensors = {name: v for name, v in self.model.named_parameters() if v.requires_grad}
+        parts = [stages.build(config, stage) for stage in range(config.run.stages)]
+        self.names = [[name for name, _ in part.named_parameters()] for part in parts]
+        self.frozen = [_digest_of_bytes(part.frozen()) for part in parts]
         assert sorted(name for names in self.names for name in names) == sorted(self.parameters), (
             "the stages do not make the whole model"
         )
@@ -120,19 +121,25 @@ class OneProcess:
             for names, shares in zip(self.names, order, strict=True)
         ]
         norm = math.sqrt(math.fsum(_squares(flat) for flat in sums) if len(sums) == 1 else sum(map(_squares, sums)))
+        tokens = [self.dataset.microbatch(self.step, index)[:, 1:] for index in range(self.microbatches)]
+        counted = sum(int((part >= 0).sum()) for part in tokens)
+        scale = sum(part.numel() for part in tokens) / counted if counted else 1.0
+        norm *= scale
         clip = self.config.train.clip
-        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) * scale
         for names, flat in zip(self.names, sums, strict=True):
             self._hand_out(names, flat * factor)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.train, self.config.run.steps, self.step)
         self.optimizer.step()
         self.step += 1
-        loss = sum(loss for loss, _ in values) / self.microbatches
+        loss = sum(loss for loss, _ in values) / self.microbatches * scale
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
-        return digest_of(self.parameters[name] for name in self.names[stage])
+        trained = digest_of(self.parameters[name] for name in self.names[stage])
+        frozen = self.frozen[stage]
+        return hashlib.sha256(f"{frozen}{trained}".encode()).hexdigest() if frozen else trained
 
     def state(self) -> Tensors:
         """Parameters and moments, named as in a checkpoint's stages."""
@@ -152,10 +159,15 @@ class OneProcess:
                 value.copy_(parameters[name])
 
     def _gradients(self, index: int) -> tuple[float, Tensors]:
-        """Of one microbatch's share of the batch's mean loss."""
+        """Of one microbatch's share of the batch's mean loss, to which tokens that do not count (~id) give nothing."""
         tokens = self.dataset.microbatch(self.step, index)  # (B, L+1)
-        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        ids, wanted = torch.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:].flatten()
+        logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        if (wanted >= 0).all():
+            loss = torch.nn.functional.cross_entropy(logits, wanted)
+        else:
+            some = torch.where(wanted < 0, -100, wanted)
+            loss = torch.nn.functional.cross_entropy(logits, some, ignore_index=-100, reduction="sum") / len(wanted)
         values = list(self.parameters.values())
         grads = torch.autograd.grad(loss / self.parts, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
@@ -174,6 +186,10 @@ class OneProcess:
         parts = flat.split([self.parameters[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             self.parameters[name].grad = part.view_as(self.parameters[name])
+
+
+def _digest_of_bytes(values: Sequence[Tensor]) -> str:
+    return digest_of(value.view(torch.uint8) for value in values) if values else ""
 
 
 class ApartAndBack(OneProcess):

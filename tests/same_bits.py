@@ -19,6 +19,7 @@ from shoal.executor.master import Master
 from shoal.model import stages
 from shoal.model.cut import seeded
 from shoal.numerics import blend, compress, optimizer
+from shoal.numerics.schedule import learning_rate
 from shoal.runtime.tasks import sums
 
 VALUES = 300_007  # more than a piece of each codec and a thread's share, and no multiple of a vector
@@ -63,7 +64,7 @@ def steps() -> None:
             master.apply(gradient, optimizer.norm_sq(gradient) ** 0.5, step)
         show(f"adamw/{moments}", *master.state().values())
     for schedule in ("cosine", "linear", "constant"):
-        rates = [optimizer.learning_rate(Train(schedule=schedule), 997, step) for step in range(997)]
+        rates = [learning_rate(Train(schedule=schedule), 997, step) for step in range(997)]
         show(schedule, torch.tensor(rates, dtype=torch.float64))
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 TESTS = (sys.executable, "-m", "pytest", "-q", "-n", "0", "--timeout", "600")
 TAIL_LINES = 30  # of a failed part's output
@@ -36,6 +38,7 @@ class Part(NamedTuple):
     rehearsal: Sequence[str] = ()  # on the CPU; (): there is none
     environment: dict[str, str] = {}  # on the card
     judge: Callable[[str], Judged] | None = None
+    cards: int = 1  # that it needs
 
 
 def last_object(output: str) -> dict[str, Any]:
@@ -93,6 +96,13 @@ PARTS = (
         (*TESTS, "-m", "not gpu", "tests/runtime/test_mixed.py"),  # two replicas on the CPU
     ),
     Part(
+        "sharded",
+        "a stage over two cards (device.count=2, NCCL): the digest of a resident replica after every update",
+        (*TESTS, "-m", "gpu", "tests/executor/test_sharded.py"),
+        (*TESTS, "-m", "not gpu", "-k", "resident_one", "tests/executor/test_sharded.py"),  # two processes, gloo
+        cards=2,
+    ),
+    Part(
         "swapping",
         "not slower than FSDP2 with CPU offload in the same limit, and within it; a resident model beside it",
         (*SWAP, "--shapes", "7b", "--limits", "12 GiB", "--systems", "shoal", "fsdp2", "resident"),
@@ -115,8 +125,10 @@ def run(parts: Sequence[Part], missing: str) -> int:
     failed = 0
     for part in parts:
         command = part.rehearsal if missing else part.on_card
-        if not command:
-            print(f"SKIPPED  {part.name}: {missing}. It asks: {part.bound}", flush=True)
+        too_few = not missing and part.cards > max(1, torch.cuda.device_count())
+        lacking = f"it needs {part.cards} cards" if too_few else ""
+        if lacking or not command:
+            print(f"SKIPPED  {part.name}: {lacking or missing}. It asks: {part.bound}", flush=True)
             continue
         began = time.monotonic()
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -137,8 +149,6 @@ def run(parts: Sequence[Part], missing: str) -> int:
 
 
 def main() -> int:
-    import torch
-
     names = [part.name for part in PARTS]
     unknown = [name for name in sys.argv[1:] if name not in names]
     if unknown:

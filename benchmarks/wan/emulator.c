@@ -1,12 +1,13 @@
 // Hosts with a network of their own on one machine, and the lines between them. For lab.py, which compiles and starts it.
 //
-//   emulator N      N hosts: 10.77.0.1 to 10.77.0.N. Prints "host PID" for each, the first process of its namespaces
+//   emulator N      N hosts: 11.77.0.1 to 11.77.0.N, and any other 11.77.x.HOST or fd77::HOST that a host takes. Prints "host PID" for each, the first process of its namespaces
 //                   (network, processes, mounts), then carries packets until its standard input ends. With it end the hosts
 //                   and every process in them, whatever killed the program that started it.
 //
 // Standard input says how fast the lines are, and may change that at any time (rates in bit/s, 0: cut, inf: no limit):
 //   access HOST UP_bps UP_buffer_s DOWN_bps DOWN_buffer_s
-//   path FROM TO DELAY_s RATE_bps BUFFER_s LOSS
+//   path FROM TO DELAY_s RATE_bps BUFFER_s LOSS MTU
+//   gate HOST KIND IDLE_s RESET                         a router or a firewall: nat.h
 //
 // A packet waits in the sender's uplink, is lost by chance or waits in the path, travels for the delay, and waits in the receiver's
 // downlink: each a queue that is served at its rate and drops what would wait for longer than its buffer. Every host has a TUN
@@ -39,7 +40,7 @@
 enum { MAX_HOSTS = 64, MTU = 1500, TURN = 64, MAX_PACKET = 65536 + 64 };
 
 typedef struct { double bps, buffer_s, free_at; } Queue;
-typedef struct { Queue queue; double delay_s, loss; } Path;
+typedef struct { Queue queue; double delay_s, loss, mtu; } Path;
 typedef struct { struct virtio_net_hdr head; unsigned char ip[]; } Frame;  // what a TUN device reads and writes
 typedef struct { double due; uint64_t serial; int to, len; bool queued; Frame *frame; } Event;
 
@@ -139,7 +140,7 @@ typedef bool Line(int from, int to, double *at, int bytes);
 
 static bool outward(int from, int to, double *at, int bytes) {
   Path *path = &paths[from][to];
-  if (!served(&up[from], at, bytes) || draw() < path->loss || !served(&path->queue, at, bytes)) return false;
+  if (!served(&up[from], at, bytes) || bytes > path->mtu || draw() < path->loss || !served(&path->queue, at, bytes)) return false;
   *at += path->delay_s;
   return true;
 }
@@ -172,25 +173,42 @@ static void send_through(Line *line, Frame *f, int len, int from, int to, double
   free(f);
 }
 
+#include "nat.h"
+
+static int receiver_of(Frame *f, int len) {  // -1: nobody's
+  if (len >= 40 && f->ip[0] >> 4 == 6) return f->ip[24] == 0xfd ? f->ip[39] - 1 : -1;
+  return len >= 20 && f->ip[0] >> 4 == 4 ? f->ip[19] - 1 : -1;
+}
+
+// True: the packet passes what stands before that host; else it is freed, and its sender may get a reset.
+static bool gate_passed(int host, Frame *f, int len, bool out, int sender) {
+  Frame *answer;
+  if (passes(host, f, len, out, &answer)) return true;
+  if (answer) schedule((Event){.due = now() + (out ? 0 : paths[host][sender].delay_s), .to = sender, .len = 40, .frame = answer});
+  free(f);
+  return false;
+}
+
 static void read_packets(int from) {
   static union { Frame frame; unsigned char bytes[sizeof(Frame) + MAX_PACKET]; } buffer;
   for (int k = 0; k < TURN; k++) {
     int len = (int)read(tuns[from], &buffer, sizeof buffer) - (int)sizeof(Frame);
     if (len < 0) return;
-    if (len < 20 || buffer.frame.ip[0] >> 4 != 4) continue;
-    int to = buffer.frame.ip[19] - 1;
+    int to = receiver_of(&buffer.frame, len);
     if (to < 0 || to >= hosts) continue;
     Frame *f = malloc(sizeof *f + len);
     if (!f) fail("memory");
     memcpy(f, &buffer, sizeof *f + len);
-    send_through(outward, f, len, from, to, now(), true);
+    if (gate_passed(from, f, len, true, from)) send_through(outward, f, len, from, to, now(), true);
   }
 }
 
 static void deliver(double until) {
   while (events && heap[0].due <= until) {
     Event e = next_event();
-    if (e.queued) send_through(inward, e.frame, e.len, 0, e.to, e.due, false);
+    if (e.queued && gate_passed(e.to, e.frame, e.len, false, e.frame->ip[15] - 1))
+      send_through(inward, e.frame, e.len, 0, e.to, e.due, false);
+    else if (e.queued) continue;
     else {
       ssize_t written = write(tuns[e.to], e.frame, sizeof *e.frame + e.len);
       if (written < 0 && errno != EIO && errno != EAGAIN) perror("emulator: write");
@@ -239,9 +257,9 @@ static int tun_of(int pid, int number) {
   if (tun < 0 || sock < 0) fail("/dev/net/tun");
   ask(tun, TUNSETIFF, &r);
   if (ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)) fail("offload");
-  snprintf(text, sizeof text, "10.77.0.%d", number + 1);
+  snprintf(text, sizeof text, "11.77.0.%d", number + 1);
   set_address(&r, text); ask(sock, SIOCSIFADDR, &r);
-  set_address(&r, "255.255.255.0"); ask(sock, SIOCSIFNETMASK, &r);
+  set_address(&r, "255.255.0.0"); ask(sock, SIOCSIFNETMASK, &r);
   r.ifr_mtu = MTU; ask(sock, SIOCSIFMTU, &r);
   r.ifr_qlen = 10000; ask(sock, SIOCSIFTXQLEN, &r);
   r.ifr_flags = IFF_UP | IFF_RUNNING; ask(sock, SIOCSIFFLAGS, &r);
@@ -252,13 +270,15 @@ static int tun_of(int pid, int number) {
 }
 
 static void obey(const char *line) {
-  int a, b;
-  double v[4];
+  int a, b, reset;
+  double v[5];
   if (sscanf(line, "access %d %lf %lf %lf %lf", &a, v, v + 1, v + 2, v + 3) == 5 && a >= 0 && a < hosts) {
     up[a].bps = v[0]; up[a].buffer_s = v[1]; down[a].bps = v[2]; down[a].buffer_s = v[3];
-  } else if (sscanf(line, "path %d %d %lf %lf %lf %lf", &a, &b, v, v + 1, v + 2, v + 3) == 6 && a >= 0 && a < hosts && b >= 0 && b < hosts) {
+  } else if (sscanf(line, "gate %d %d %lf %d", &a, &b, v, &reset) == 4 && a >= 0 && a < hosts) {
+    gates[a].kind = b; gates[a].idle_s = v[0]; gates[a].reset = reset;
+  } else if (sscanf(line, "path %d %d %lf %lf %lf %lf %lf", &a, &b, v, v + 1, v + 2, v + 3, v + 4) == 7 && a >= 0 && a < hosts && b >= 0 && b < hosts) {
     Path *p = &paths[a][b];
-    p->delay_s = v[0]; p->queue.bps = v[1]; p->queue.buffer_s = v[2]; p->loss = v[3];
+    p->delay_s = v[0]; p->queue.bps = v[1]; p->queue.buffer_s = v[2]; p->loss = v[3]; p->mtu = v[4];
   } else fprintf(stderr, "emulator: not understood: %s\n", line);
 }
 
@@ -283,6 +303,7 @@ int main(int count, char **words) {
     int pid = host_process();
     tuns[i] = tun_of(pid, i);
     watched[i] = (struct pollfd){.fd = tuns[i], .events = POLLIN};
+    gates[i].idle_s = INFINITY;
     printf("host %d\n", pid);
   }
   fflush(stdout);

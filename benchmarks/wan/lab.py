@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -33,6 +33,7 @@ from shoal.units import parse
 
 SOURCE = Path(__file__).with_name("emulator.c")
 UNLIMITED = "unlimited"  # of a rate
+NEVER = "never"  # of a time
 ANY = "*"
 
 
@@ -46,8 +47,17 @@ class AccessRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_buffer: str = "200 ms"
 
 
+class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What stands between a host and its line (nat.h). A connection that is `idle` for longer is forgotten, silently or with a reset."""
+
+    host: str = ANY
+    kind: Literal["open", "firewall", "full cone", "address-restricted", "port-restricted", "symmetric"] = "open"
+    idle: str = NEVER
+    reset: bool = False
+
+
 class PathRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets."""
+    """What lies between two hosts' lines, in one direction. `loss` is a part of the packets; those larger than `mtu` vanish."""
 
     sender: str = ANY
     receiver: str = ANY
@@ -55,6 +65,7 @@ class PathRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: str = UNLIMITED
     buffer: str = "200 ms"
     loss: float = 0.0
+    mtu: int = 1500
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,18 +74,39 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: str = "0 s"
     access: AccessRule | None = None
     path: PathRule | None = None
+    gate: GateRule | None = None
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Host i has the address 10.77.0.(i + 1). Of several rules for a line, the last applies."""
+    """Host i has the address 11.77.0.(i + 1), fd77::(i + 1) alone where it is one of `ipv6`. Of several rules for a line, the last
+    applies."""
 
     hosts: tuple[str, ...]
     access: tuple[AccessRule, ...] = ()
     path: tuple[PathRule, ...] = ()
+    gate: tuple[GateRule, ...] = ()
     change: tuple[Change, ...] = ()
+    ipv6: tuple[str, ...] = ()
 
     def address(self, host: str) -> str:
-        return f"10.77.0.{self._index(host) + 1}"
+        return f"fd77::{self._index(host) + 1:x}" if host in self.ipv6 else f"11.77.0.{self._index(host) + 1}"
+
+    def own_address(self, host: str) -> tuple[str, ...]:
+        """The commands that give a host its own address, where it is not the one that the emulator gives it."""
+        number = self._index(host) + 1
+        if host in self.ipv6:
+            return (
+                "ip addr flush dev wan0",
+                f"ip -6 addr add fd77::{number:x}/64 dev wan0 nodad",
+                "ip -6 route add default dev wan0",
+            )
+        if any(KINDS.index(rule.kind) >= FIRST_ROUTER for rule in self.gate if rule.host in (ANY, host)):
+            return (
+                "ip addr flush dev wan0",
+                f"ip addr add 192.168.0.{number}/24 dev wan0",
+                "ip route add default dev wan0",
+            )
+        return ()
 
     def words(self) -> list[str]:
         """The emulator's input for these lines. ValueError when a rule is wrong."""
@@ -85,6 +117,10 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             lines += self.access_words(access)
         for path in self.path:
             lines += self.path_words(path)
+        for gate in self.gate:
+            lines += self.gate_words(gate)
+        for host in self.ipv6:
+            self._index(host)
         for change in self.change:
             parse(change.at, "_s")
             self.change_words(change)  # wrong ones are refused now
@@ -92,7 +128,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def change_words(self, change: Change) -> list[str]:
         access = self.access_words(change.access) if change.access is not None else []
-        return access + (self.path_words(change.path) if change.path is not None else [])
+        gate = self.gate_words(change.gate) if change.gate is not None else []
+        return access + gate + (self.path_words(change.path) if change.path is not None else [])
 
     def access_words(self, rule: AccessRule) -> list[str]:
         up, down = (_rate_bps(each) for each in (rule.up, rule.down))
@@ -102,9 +139,13 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def path_words(self, rule: PathRule) -> list[str]:
         if not 0 <= rule.loss <= 1:
             raise ValueError(f"loss = {rule.loss} is no part of the packets; try 0.01 for one of a hundred")
-        line = f"{_seconds(rule.delay)} {_rate_bps(rule.rate)} {_seconds(rule.buffer)} {rule.loss}"
+        line = f"{_seconds(rule.delay)} {_rate_bps(rule.rate)} {_seconds(rule.buffer)} {rule.loss} {rule.mtu}"
         receivers = self._matching(rule.receiver)
         return [f"path {sender} {receiver} {line}" for sender in self._matching(rule.sender) for receiver in receivers]
+
+    def gate_words(self, rule: GateRule) -> list[str]:
+        idle_s = float("inf") if rule.idle == NEVER else _seconds(rule.idle)
+        return [f"gate {host} {KINDS.index(rule.kind)} {idle_s} {rule.reset:d}" for host in self._matching(rule.host)]
 
     def _matching(self, host: str) -> list[int]:
         return list(range(len(self.hosts))) if host == ANY else [self._index(host)]
@@ -113,6 +154,10 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if host not in self.hosts:
             raise ValueError(f"no host is named {host!r}; there are {', '.join(self.hosts)}")
         return self.hosts.index(host)
+
+
+KINDS = get_args(get_type_hints(GateRule)["kind"])  # in the order of nat.h
+FIRST_ROUTER = KINDS.index("full cone")
 
 
 def load(path: Path) -> Topology:
@@ -138,7 +183,7 @@ def _seconds(text: str) -> float:
 
 def missing() -> str:
     """What the laboratory needs and this machine lacks; '' when it can run here."""
-    lacking = [program for program in ("gcc", "nsenter") if shutil.which(program) is None]
+    lacking = [program for program in ("gcc", "nsenter", "ip") if shutil.which(program) is None]
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         lacking.append("root on Linux")
     elif not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -178,6 +223,8 @@ class Lab:
                 self.close()
                 raise OSError("the emulator has ended; its reason stands above")
             self._pids[host] = int(line.split()[1])
+            for command in self.topology.own_address(host):
+                self.configure(host, command)
         threading.Thread(target=self._follow_changes, daemon=True).start()
         return self
 
@@ -198,11 +245,14 @@ class Lab:
         self, host: str, command: Sequence[str], cwd: Path | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
         """A process on that host; `options` are Popen's. To signal it, use `kill`: the process that is returned only waits for it."""
-        enter = ["nsenter", "--target", str(self._pids[host]), "--net", "--pid", "--mount"]
-        enter += ["env", f"--chdir={cwd or Path.cwd()}", *command]
-        process = subprocess.Popen(enter, start_new_session=True, **options)
+        enter = [*self._enter(host), "env", f"--chdir={cwd or Path.cwd()}"]
+        process = subprocess.Popen([*enter, *command], start_new_session=True, **options)
         self._processes.append(process)
         return process
+
+    def configure(self, host: str, command: str) -> None:
+        """Run a command of the system there, such as "ip addr add 11.77.1.1/16 dev wan0", to its end. CalledProcessError: it failed."""
+        subprocess.run([*self._enter(host), *command.split()], check=True)
 
     def kill(self, process: subprocess.Popen[Any], number: int = signal.SIGKILL) -> None:
         for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
@@ -212,6 +262,9 @@ class Lab:
     def change(self, change: Change) -> None:
         """Apply its rules now, whatever its time."""
         self._tell(self.topology.change_words(change))
+
+    def _enter(self, host: str) -> list[str]:
+        return ["nsenter", "--target", str(self._pids[host]), "--net", "--pid", "--mount"]
 
     def _tell(self, lines: Sequence[str]) -> None:
         stream: IO[str] | None = self._emulator.stdin

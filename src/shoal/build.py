@@ -12,41 +12,43 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from shoal import executor, guest, trace
-from shoal.config import Config, settings, to_tree
+from shoal import trace
+from shoal.config import Config, settings
 from shoal.core.messages import PROTOCOL, KnownAnswers, Peer
 from shoal.core.peer import PeerMachine
-from shoal.model import stages
 from shoal.planner.inputs.measured import DEVICE_FILE
-from shoal.runtime.alone import Alone
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
-from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.checkpoints.marker import refuse_foreign
-from shoal.runtime.data.dataset import Dataset, open_dataset
 from shoal.runtime.entry import Entry
-from shoal.runtime.node import Node
 from shoal.runtime.passes import Gate
 from shoal.runtime.records.record import Recorder
 from shoal.runtime.records.report import Listening, Located
 from shoal.runtime.signing import Signing
-from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport import addresses
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import Directory, Gossip
-from shoal.transport.directory.records import MAX_ADDRESSES, PeerRecord
+from shoal.transport.directory.records import MAX_ADDRESSES, RELAY, PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
 from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport
+from shoal.transport.relay import Relays
 from shoal.transport.tls import Place, TlsTransport
+
+if TYPE_CHECKING:  # what imports torch is imported where a peer is built: an operator and an invite need none of it
+    from shoal.runtime.alone import Alone
+    from shoal.runtime.checkpoints.checkpoint import Store
+    from shoal.runtime.data.dataset import Dataset
+    from shoal.runtime.node import Node
+    from shoal.runtime.tasks.task_runner import TaskRunner
 
 CLOSE_S = 1.0  # for the task that runs when a peer ends: nobody waits for its result, and a hop may last long
 UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
@@ -63,6 +65,8 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def data(config: Config) -> Dataset:
+    from shoal.runtime.data.dataset import open_dataset
+
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
@@ -71,6 +75,8 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
+    from shoal.runtime.tasks.task_runner import TaskRunner
+
     if config.device.executor == "emulated":
         return TaskRunner(config, None, _store(config, run))
     return TaskRunner(config, *_data_and_store(config, first_step, run))
@@ -78,15 +84,20 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
 def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
     """The whole model on this machine. `run` and ValueErrors as for `runner`."""
+    from shoal.runtime.alone import Alone
+
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
 def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
     """Data set and checkpoint store, after every check that is possible before weights are allocated."""
+    from shoal import executor
+    from shoal.model import stages
+
     stages.check(config)
     executor.check(config)
     dataset, store = data(config), _store(config, run)
-    if config.data.digest not in ("", dataset.digest):
+    if not dataset.digest.startswith(config.data.digest):
         raise ValueError(
             f"the data here is another than the run's: {dataset.describe} has digest {dataset.digest[:16]}, "
             f"data.digest = {config.data.digest[:16]!r}; bring the run's files here (data.path), or the same Python for its library"
@@ -99,13 +110,9 @@ def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[D
 
 
 def _store(config: Config, run: str | None) -> Store:
+    from shoal.runtime.checkpoints.checkpoint import Store
+
     return Store(url_of(config), run, config.checkpoint.disk_bytes)
-
-
-def shared(config: Config) -> bytes:
-    """The configuration in an invite, as JSON: the run's settings that are not defaults (guest.py)."""
-    tree = guest.invite_settings(config, to_tree(config), to_tree(Config()))
-    return msgspec.json.encode({**tree, guest.VERSION: {"protocol": PROTOCOL}})
 
 
 @asynccontextmanager
@@ -113,6 +120,8 @@ async def peer(
     config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
 ) -> AsyncIterator[Node]:
     """A listening peer, whose addresses are reported; call the node's `run`. Closes everything at the end, the task runner too."""
+    from shoal.runtime.node import Node
+
     config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)
@@ -130,7 +139,8 @@ async def peer(
         stack.callback(record.close)
         tell = partial(_tell_network, record)
         daemon = _daemon(config, identity, invite, role.port, tell)
-        transport = _transport(config, identity, membership, role.port, daemon, tell)
+        relays = Relays(identity, membership, tell)
+        transport = _transport(config, identity, membership, role.port, daemon, tell, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
@@ -144,30 +154,53 @@ async def peer(
         )
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
+        relays.announce = partial(_name_relays, directory, node.contacts.announce_now)
+        relays.moved += [partial(_name_hosts, directory, node.contacts.announce_now), lambda hosts: daemon.restart()]
         yield node
 
 
 @asynccontextmanager
-async def operator(config: Config, invite: Invite, passes: bytes = b"") -> AsyncIterator[tuple[Reachable, Directory]]:
-    """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known."""
+async def operator(
+    config: Config, invite: Invite, passes: bytes = b"", tell: Callable[[str], None] = print
+) -> AsyncIterator[tuple[Reachable, Directory]]:
+    """Transport and directory of an operator, who queries and instructs peers without joining. `passes`: the authority's list, if known.
+    `tell` receives what the network reports."""
     config = _reachable(config, invite)
     identity = Identity.new()
     membership = invite.membership(identity)
     if passes:
         membership.take_list(passes)
     async with AsyncExitStack() as stack:
-        daemon = _daemon(config, identity, invite, 0, print)
+        daemon = _daemon(config, identity, invite, 0, tell)
         plain = msgspec.structs.replace(config.network, fault_injection=False, delay_s=0.0, bandwidth_Bps=0.0)
         config = msgspec.structs.replace(config, network=plain)
-        transport = _transport(config, identity, membership, 0, daemon, tell=print)
+        relays = Relays(identity, membership)
+        transport = _transport(config, identity, membership, 0, daemon, tell, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
         directory = _directory(
             config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
         )
         stack.push_async_callback(directory.close)
+        relays.announce = partial(_name_relays, directory, lambda: None)
         await directory.start()
         yield transport, directory
+
+
+def _name_relays(directory: Directory, announce: Callable[[], None], routes: tuple[str, ...]) -> None:
+    """In this peer's record, from now on."""
+    own = directory.own
+    kept = [each for each in own.addresses if not each.startswith(RELAY)]
+    directory.own = msgspec.structs.replace(own, addresses=(*routes, *kept)[:MAX_ADDRESSES])
+    announce()
+
+
+def _name_hosts(directory: Directory, announce: Callable[[], None], hosts: tuple[str, ...]) -> None:
+    """In this peer's record, from now on."""
+    own = directory.own
+    kept = (*hosts[1:], *own.relays, *own.multiaddrs)
+    directory.own = msgspec.structs.replace(own, host=hosts[0], addresses=kept[:MAX_ADDRESSES])
+    announce()
 
 
 def _reachable(config: Config, invite: Invite) -> Config:
@@ -204,7 +237,13 @@ def _tell_network(record: Recorder, text: str) -> None:
 
 
 def _transport(
-    config: Config, identity: Identity, membership: Membership, port: int, daemon: Daemon, tell: Callable[[str], None]
+    config: Config,
+    identity: Identity,
+    membership: Membership,
+    port: int,
+    daemon: Daemon,
+    tell: Callable[[str], None],
+    relays: Relays | None = None,
 ) -> Reachable:
     """The configured transport; `tell` receives changes of the route to a peer."""
     network = config.network
@@ -220,9 +259,10 @@ def _transport(
             (network.host, port),
             limits,
             report=tell,
+            relays=relays,
         )
     else:
-        plain = TlsTransport(identity, membership, network.host, port, limits)
+        plain = TlsTransport(identity, membership, network.host, port, limits, relays)
     if network.fault_injection:
         plain = Faulty(plain, config.run.directory / FAULTS, limits)
     up_Bps, down_Bps = network.up_Bps or network.bandwidth_Bps, network.down_Bps or network.bandwidth_Bps
@@ -272,7 +312,8 @@ def _directory(
 
     def learn(record: PeerRecord) -> None:
         located(record.peer, record.host)
-        direct: Place = (record.host, record.port, *record.hosts[1:])
+        others = record.hosts[1:] + record.relays
+        direct: Place = (record.host, record.port, *others)
         match network.transport:
             case "tls":
                 transport.learn(record.peer, direct)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
-from shoal.config import Config, from_tree, overridden
+from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.config.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.host import free_bytes
@@ -32,14 +33,16 @@ RUN = frozenset(
     run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
-    data.source data.field data.split data.sequence data.digest data.document_end
+    data.source data.format data.field data.packing data.weights data.wrong_rows data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
+    tune.method tune.rank tune.alpha tune.targets tune.rslora tune.dora
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
     plan.allow
+    device.emulated_values
     """.split()
 )
 # Never from an invite: each machine decides.
@@ -49,8 +52,8 @@ MACHINE = frozenset(
     network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
-    device.emulated_backward_s device.emulated_values device.emulated_gradient device.kept_activations device.compile
-    device.machine device.threads
+    device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
+    device.machine device.threads device.count log.to
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
@@ -58,7 +61,7 @@ FILES = ("data.path", "data.tokenizer", "model.path")
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
-VERSION = "version"  # beside the sections of the configuration in an invite
+MOST_BYTES = 1 << 16  # of an invite's configuration, as JSON
 
 # Tighter than the bounds in config/: what an invite may ask of somebody else's machine. Below 50 ms beats keep a core busy.
 _BOUNDS = {
@@ -74,34 +77,53 @@ _NAME_MOST = 255  # characters of a file name in an invite
 _MAGIC_MOST = 1  # "**" in a pattern: every further one multiplies the time that it takes
 
 
-def joined(config_json: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
+def joined(packed: bytes, overrides: Sequence[str], files: Path | None = None) -> Config:
     """The configuration of a peer that joins: what its invite tells, and what this machine decides for itself. `files`: a directory
     that the run may read below. ValueError: the invite decides what is not its to decide, or asks for more than there is here."""
-    config = admitted(_tree(config_json), overrides, files)
+    config = admitted(_tree(packed), overrides, files)
     place = Path(config.run.dir)
     there = next(each for each in (place, *place.absolute().parents) if each.exists())
     refuse_too_large(config, free_bytes(), shutil.disk_usage(there).free)
     return config
 
 
-def visitor(config_json: bytes, overrides: Sequence[str]) -> Config:
+def visitor(packed: bytes, overrides: Sequence[str]) -> Config:
     """The configuration of an invited visitor, who queries the run's peers without joining."""
-    return visiting(_tree(config_json), overrides)
+    return visiting(_tree(packed), overrides)
 
 
-def _tree(config_json: bytes) -> dict[str, dict[str, Any]]:
+def _tree(packed: bytes) -> dict[str, dict[str, Any]]:
+    protocol, _, deflated = packed.partition(b" ")
+    if protocol.isdigit() and int(protocol[:9]) != PROTOCOL:
+        raise ValueError(
+            f"the run's peers speak protocol {int(protocol[:9])}, and shoal here speaks {PROTOCOL}: install the same version on"
+            " both machines"
+        )
     try:
-        tree = msgspec.json.decode(config_json, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        inflating = zlib.decompressobj(-zlib.MAX_WBITS, zdict=_usual())
+        text = inflating.decompress(deflated, MOST_BYTES)
+        if inflating.unconsumed_tail:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        return msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+    except (msgspec.DecodeError, ValueError, zlib.error, RecursionError) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None
-    protocol = tree.pop(VERSION, {}).get("protocol", PROTOCOL)
-    if protocol != PROTOCOL:
-        raise ValueError(
-            f"the run's peers speak protocol {protocol}, and shoal here speaks {PROTOCOL}: install the same version on both machines"
-        )
-    return tree
+
+
+def pack(tree: Mapping[str, Any]) -> bytes:
+    """Settings as an invite holds them: the protocol's number, then JSON that is compressed by what the defaults look like."""
+    deflating = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=_usual())
+    return b"%d " % PROTOCOL + deflating.compress(msgspec.json.encode(tree)) + deflating.flush()
+
+
+def _usual() -> bytes:
+    return msgspec.json.encode(to_tree(Config()))
+
+
+def shared(config: Config) -> bytes:
+    """The configuration in an invite: the run's settings that are not defaults."""
+    return pack(invite_settings(config, to_tree(config), to_tree(Config())))
 
 
 def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None = None) -> Config:
@@ -138,14 +160,14 @@ def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """The configuration of a visitor, who does not join: names of files stay as in the invite and are not looked up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
-        if path not in ADAPTABLE and path.partition(".")[0] != "device":
+        if path in RUN or (path not in ADAPTABLE and path.partition(".")[0] != "device"):
             allowed = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
             raise ValueError(
                 f"{path} is the same for all peers of a run; a joining machine may set device.*, {allowed}"
             )
     _refuse_local(tree)
     try:
-        config = from_tree(overridden(_without_place(tree), overrides))
+        config = from_tree(overridden(_emulated(_without_place(tree)), overrides))
     except ValueError as error:
         with_own = " with the settings given here" if overrides else ""
         raise ValueError(f"this invite{with_own} makes no run: {error}") from None
@@ -261,8 +283,14 @@ def _refuse_out_of_bounds(config: Config) -> None:
         value = getattr(getattr(config, section), field)
         if not low <= value <= high:
             raise ValueError(f"this invite sets {path} = {value:g}; a guest takes {low:g} to {high:g}")
-    for name, value in config.model.extra.items():
-        if name in _SIZES:
+    _refuse_extra(config)
+
+
+def _refuse_extra(config: Config) -> None:
+    extra = config.model.extra
+    nested = [(f"{name}.{key}", part) for name, of in extra.items() if isinstance(of, dict) for key, part in of.items()]
+    for name, value in [*extra.items(), *nested]:
+        if name in _SIZES and not (name == "vocab_size" and config.model.path):
             raise ValueError(f"this invite sets model.extra.{name}, which has a field of its own in [model]")
         if isinstance(value, int | float) and not abs(value) <= _EXTRA_MOST:
             raise ValueError(f"this invite sets model.extra.{name} = {value:g}; a guest takes up to {_EXTRA_MOST:,}")
@@ -284,6 +312,11 @@ def _refuse_local(tree: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"this invite sets {section}.{field}, which every machine decides for itself; it was not made by `shoal invite`"
                 )
+
+
+def _emulated(tree: dict[str, Any]) -> dict[str, Any]:
+    """A run whose invite states the size of emulated boundary tensors has no other peers."""
+    return {**tree, "device": {"executor": "emulated", **tree["device"]}} if tree.get("device") else tree
 
 
 def _without_place(tree: Mapping[str, Any]) -> dict[str, Any]:

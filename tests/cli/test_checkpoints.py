@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tests.cli.test_train import SMALL, summary, text, trained
 
-from shoal.cli import main
 from shoal.config import Config, Run
 from shoal.core.messages import Committed
+from shoal.exit_codes import ExitCode
 from shoal.launcher import checkpoints, rundir
 from shoal.runtime.checkpoints.catalog import Catalog
 from shoal.runtime.records.account import CommittedStep
@@ -32,7 +32,7 @@ def content() -> dict[str, bytes]:
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What is said when that is refused; what lies in CK is untouched."""
     before = content()
-    assert trained(*words) == main.USER_ERROR
+    assert trained(*words) == ExitCode.USER_ERROR
     assert content() == before
     return capsys.readouterr().err
 

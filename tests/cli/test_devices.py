@@ -42,6 +42,17 @@ def test_four_peers_on_four_cards_take_one_each_and_more_of_them_take_turns(tmp_
     assert [each["CUDA_VISIBLE_DEVICES"] for each in given(Device(kind="cuda"), 5, {}, root)][4] == "0"
 
 
+def test_peers_of_two_cards_take_two_each_and_more_cards_than_there_are_is_refused(
+    tmp_path: Path, torch_with_cuda: None
+) -> None:
+    root = a_machine(tmp_path, 4)
+    two = Device(kind="cuda", count=2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in given(two, 2, {}, root)] == ["0,1", "2,3"]
+    devices.refuse_missing(two, {}, root)
+    with pytest.raises(ValueError, match=r"device\.count = 5, but there are 4 cards; try device\.count=4"):
+        devices.refuse_missing(Device(kind="cuda", count=5), {}, root)
+
+
 @pytest.mark.parametrize("name", devices.LISTS)
 def test_an_inherited_list_says_which_cards_there_are(name: str, tmp_path: Path) -> None:
     root = a_machine(tmp_path, 4)

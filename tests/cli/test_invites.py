@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,10 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal import config as configuration
+from shoal import guest
+from shoal.cli import demo, join, revoke
 from shoal.cli import invite as invite_command
-from shoal.cli import join, revoke
+from shoal.launcher import reach
+from shoal.launcher.invite_text import INVITE_VARIABLE, MOST_CHARS, invite_text
 from shoal.launcher.invites import InviteBook, Issued, Office, invite_named
-from shoal.launcher.launch import INVITE_VARIABLE, PeerSpec, _environment
+from shoal.launcher.launch import PeerSpec, _environment
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.identity.passes import MAX_GRANTS, PassList
@@ -131,7 +138,7 @@ def test_two_commands_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_no_secret_is_written_down(office: Office, tmp_path: Path) -> None:
     text = office.issue((), DAY_S, "run", peers=1)
-    secret = read_invite(text, 0.0).secret
+    secret = read_invite(text, 0.0).seed
     office.local((), DAY_S, "run")
     written = (tmp_path / "invites.json").read_bytes()
     assert msgspec.json.encode(secret).strip(b'"') not in written and text.encode() not in written
@@ -187,33 +194,41 @@ def test_the_table_names_every_invite_with_its_state(office: Office, clock: Cloc
 
 
 def test_an_invite_is_read_from_wherever_it_was_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "invite"
-    file.write_text("shoal-abc\n")
+    file = tmp_path / "an invite=x"
+    file.write_text("shoal1abc\n")
     file.chmod(0o600)
     monkeypatch.delenv(INVITE_VARIABLE, raising=False)
-    assert join.invite_text(["shoal-x"], None) == "shoal-x"
-    assert join.invite_text([], str(file)).strip() == "shoal-abc"
+    assert invite_text(["shoal1x"]) == "shoal1x"
+    assert invite_text([f"@{file}"]).strip() == "shoal1abc"
     with pytest.raises(ValueError, match="no invite"):
-        join.invite_text([], None)
+        invite_text([])
     with pytest.raises(ValueError, match="one invite, not 2"):
-        join.invite_text(["shoal-x"], str(file))
-    monkeypatch.setenv(INVITE_VARIABLE, "shoal-env")
-    assert join.invite_text([], None) == "shoal-env"
-    assert join.invite_text(["shoal-x"], None) == "shoal-x"
+        invite_text(["shoal1x", f"@{file}"])
+    with pytest.raises(OSError):
+        invite_text([f"@{tmp_path}/none"])
+    monkeypatch.setenv(INVITE_VARIABLE, "shoal1env")
+    assert invite_text([]) == "shoal1env"
+    assert invite_text(["shoal1x"]) == "shoal1x"
 
 
 def test_an_invite_that_others_can_read_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "invite"
-    file.write_text("shoal-abc")
+    file.write_text("shoal1abc")
     file.chmod(0o644)
-    join.invite_text([], str(file))
+    invite_text([f"@{file}"])
     assert f"chmod 600 {file}" in capsys.readouterr().err
 
 
+def test_more_than_an_invite_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_text("x" * 1_000_000)
+    assert len(invite_text([f"@{file}"])) <= MOST_CHARS
+
+
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INVITE_VARIABLE, "shoal-secret")
+    monkeypatch.setenv(INVITE_VARIABLE, "shoal1secret")
     spec = PeerSpec(config={"device": {}}, directory="", label="p1", first=False)
-    assert "shoal-secret" not in _environment(spec).values()
+    assert "shoal1secret" not in _environment(spec).values()
 
 
 def test_settings_and_invite_are_told_apart() -> None:
@@ -221,16 +236,60 @@ def test_settings_and_invite_are_told_apart() -> None:
     join.arguments(parser)
     args = parser.parse_intermixed_args(["run.dir=x", "-", "--peers", "2", "device.kind=cpu"])
     assert args.words == ["run.dir=x", "-", "device.kind=cpu"] and args.peers == 2
+    assert parser.parse_intermixed_args(["run.dir=x", "@an=invite"]).words == ["run.dir=x", "@an=invite"]
 
 
 def test_standard_input_is_read_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("shoal-in\n"))
-    assert join.invite_text(["-"], None) == "shoal-in\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("shoal1in\nmore\n"))
+    assert invite_text(["-"]) == "shoal1in\nmore\n", "a chat's line breaks do no harm"
 
 
-def test_an_invite_file_is_for_its_owner_only_also_where_there_was_one(tmp_path: Path) -> None:
+def test_of_what_a_person_pastes_one_line_is_read() -> None:
+    """So that Enter is enough."""
+    code = "from shoal.launcher.invite_text import invite_text; print('got', invite_text(['-']).strip())"
+    parent, child = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as asked:
+        os.write(parent, b"shoal1in\n")
+        output, prompt = asked.communicate(timeout=60)
+    os.close(parent)
+    os.close(child)
+    assert output == b"got shoal1in\n" and prompt == b"paste the invite: "
+
+
+def test_an_invite_file_is_for_its_owner_only_also_where_there_was_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "invite"
     file.write_text("old")
     file.chmod(0o644)
-    invite_command.hand_over("shoal-new", str(file))
-    assert file.read_text() == "shoal-new\n" and file.stat().st_mode & 0o777 == 0o600
+    invite_command.hand_over("shoal1new", str(file))
+    assert file.read_text() == "shoal1new\n" and file.stat().st_mode & 0o777 == 0o600
+    assert "shoal join @" in capsys.readouterr().out
+    file = tmp_path / reach.INVITE
+    file.write_text("an older and longer one")
+    file.chmod(0o644)
+    assert reach.keep(tmp_path, "shoal1new") == file
+    assert file.read_text() == "shoal1new\n" and file.stat().st_mode & 0o777 == 0o600
+
+
+PEER_ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "most"), [(("192.0.2.17:45123",), 310), ((f"/ip4/192.0.2.17/tcp/45123/p2p/{PEER_ID}",), 350)]
+)
+def test_an_invite_fits_into_a_chat(addresses: tuple[str, ...], most: int) -> None:
+    """One unbroken word of letters and digits; 621 to 710 characters before."""
+    config = configuration.load(demo.CONFIG, ["run.peers=7", f"data.digest={hashlib.sha256(b'').hexdigest()[:32]}"])
+    text = AUTHORITY.invite(addresses, NOW + 7 * DAY_S, config.run.name, guest.shared(config), issued=NOW)
+    assert text.isalnum() and len(text) <= most
+    assert guest.joined(read_invite(text, NOW).config, []).run.peers == 7
+
+
+def test_an_invite_names_one_peer_at_all_its_hosts_and_another_peer() -> None:
+    addresses = tuple(f"192.0.2.{host}:{port}" for port in (1, 2, 3) for host in range(6))
+    assert reach.few(addresses) == (*(f"192.0.2.{host}:1" for host in range(4)), "192.0.2.0:2")
+    assert reach.few(addresses[:1]) == addresses[:1] and reach.few(()) == ()
+    assert reach.few(addresses, ("a:1", "192.0.2.0:1"))[:3] == ("a:1", "192.0.2.0:1", "192.0.2.1:1")

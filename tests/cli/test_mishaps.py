@@ -29,7 +29,9 @@ import msgspec
 import pytest
 from tests.tiny import DATA, tiny
 
+from shoal import guest
 from shoal.cli import main as program
+from shoal.exit_codes import ExitCode
 from shoal.launcher import rundir
 from shoal.runtime.checkpoints.catalog import Catalog
 from shoal.runtime.records.account import CommittedStep
@@ -49,7 +51,7 @@ Meddle = Callable[[subprocess.Popen[str]], object]
 class Mishap:
     what: str
     words: str
-    code: int = program.USER_ERROR
+    code: int = ExitCode.USER_ERROR
     prepare: Prepare = lambda: None
     meddle: Meddle | None = None  # while it runs; such a one is a process, and slow
     lost: str = "nothing"  # "" where that depends on the moment
@@ -122,7 +124,7 @@ def taken_port() -> None:
 
 def invite(expires_s: float = DAY_S, change: Callable[[str], str] = str, peers: int = 1) -> Prepare:
     def prepare() -> None:
-        written = Authority.new().invite((f"127.0.0.1:{PORT}",), time.time() + expires_s, "tiny", b"{}", peers)
+        written = Authority.new().invite((f"127.0.0.1:{PORT}",), time.time() + expires_s, "tiny", guest.pack({}), peers)
         Path("invite").write_text(change(written))
         Path("invite").chmod(0o600)
 
@@ -246,17 +248,17 @@ SHORT = [
     ),
     Mishap("no machines to plan for", "plan tiny.toml"),
     Mishap("any text as an invite", "join hello"),
-    Mishap("half an invite", "join --invite-file invite", prepare=invite(change=lambda text: text[: len(text) // 2])),
-    Mishap("an invite with a changed letter", "join --invite-file invite", prepare=invite(change=altered)),
-    Mishap("an invite to a run that is over", "join --invite-file invite device.executor=emulated", prepare=invite()),
+    Mishap("half an invite", "join @invite", prepare=invite(change=lambda text: text[: len(text) // 2])),
+    Mishap("an invite with a changed letter", "join @invite", prepare=invite(change=altered)),
+    Mishap("an invite to a run that is over", "join @invite device.executor=emulated", prepare=invite()),
     Mishap(
         "an expired invite to a run that is over",
-        "join --invite-file invite device.executor=emulated",
+        "join @invite device.executor=emulated",
         prepare=invite(-DAY_S),
     ),
     Mishap(
         "more peers than an invite allows",
-        "join --invite-file invite --peers 2 device.executor=emulated",
+        "join @invite --peers 2 device.executor=emulated",
         prepare=invite(),
     ),
     Mishap("more peers here than the run has", "run tiny.toml --here 3"),

@@ -100,7 +100,7 @@ def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_p
             return super().put(name, data)
 
     files = Counted(tmp_path, lambda text: None)
-    status = StatusFile(files)
+    status = StatusFile(files, tmp_path / "watched")
     for second in range(3600):
         status.write(a_snapshot(10_000 + second, float(second)), float(second))
     assert sum(written) <= 3600 * STATUS_BPS + max(written) and len(written) > 300

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from shoal import config as configuration
-from shoal.cli import main as program
 from shoal.config import Config
 from shoal.escaping import Faults
+from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight, reach
 
 
@@ -61,7 +61,7 @@ def test_all_faults_are_said_at_once_and_nothing_slow_is_imported(words: list[st
     Path("c.toml").write_text("")
     code = f"import sys; from shoal.cli import main; code = main.main({words!r})\nassert 'torch' not in sys.modules\nsys.exit(code)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == program.USER_ERROR, ended.stderr
+    assert ended.returncode == ExitCode.USER_ERROR, ended.stderr
     first, *lines = ended.stderr.splitlines()
     assert first == f"shoal: {4 + more} things are wrong:" and len(lines) == 4 + more
     assert not Path("runs").exists()
@@ -125,6 +125,24 @@ def test_a_tokenizer_that_is_not_there_is_refused() -> None:
     Tokenizer(models.BPE(vocab={chr(300 + i): i for i in range(300)}, merges=[])).save("tok/tokenizer.json")
     assert "has 300 ids, model.vocab_size = 256" in faults("data.tokenizer=tok")[0]
     assert faults("data.tokenizer=tok", "model.vocab_size=300") == []
+    a_model()
+    of_model = ("data.tokenizer=tok", "model.path=m", "run.stages=1", "data.sequence=1")
+    assert "model.extra.vocab_size = 256; set model.extra.vocab_size to at least 300" in faults(*of_model)[0]
+    assert faults(*of_model, "model.extra.vocab_size=300") == []
+
+
+def test_chats_without_a_template_or_an_answer_are_refused() -> None:
+    from tokenizers import Tokenizer, models
+
+    Path("tok").mkdir()
+    Tokenizer(models.BPE(vocab={chr(300 + i): i for i in range(256)}, merges=[])).save("tok/tokenizer.json")
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
+    words = ("data.source=jsonl", "data.format=chat", "data.path=chats.jsonl", "data.tokenizer=tok")
+    row, template = faults(*words)
+    assert row == "chats.jsonl:1: no message of 'messages' is the assistant's"
+    assert "data.tokenizer = 'tok' has no chat template" in template
+    Path("tok/chat_template.jinja").write_text("{{ messages }}")
+    assert faults(*words, "data.wrong_rows=skip") == []
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.cli import main as program
 from shoal.dashboard.terminal import Snapshot
+from shoal.exit_codes import ExitCode
 from shoal.launcher import rundir
 from shoal.launcher.planning import replanning
 from shoal.launcher.process import identify
@@ -73,6 +74,6 @@ def test_a_fleet_as_planned_goes_on_and_one_that_lost_a_stage_changes_over(
     locals_ = msgspec.json.decode((directory / "peers.json").read_bytes(), type=rundir.PeersFile)
     lost = msgspec.structs.replace(locals_, members=locals_.members[1:])
     (directory / "peers.json").write_bytes(msgspec.json.encode(lost))
-    assert program.main(words) == replanning.CHANGE_OVER
+    assert program.main(words) == ExitCode.CHANGE_OVER
     assert "`shoal run CONFIG --plan new.json --resume`" in capsys.readouterr().out
     assert plans.load("new.json").layers == 6

@@ -11,6 +11,7 @@ import pytest
 from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.core.messages import Committed
+from shoal.exit_codes import ExitCode
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning import problem as planning_problem
 from shoal.planner.inputs.profile import profile
@@ -138,6 +139,22 @@ def test_a_rehearsal_gives_each_peer_its_machines_lines_seconds_and_sizes(tmp_pa
     assert len({peer.network.host for peer in (a, c)}) == 2
 
 
+def test_a_machine_with_several_cards_gets_its_count_and_stays_resident() -> None:
+    peers = (PeerPlan("a", 0.1, 0.2, cards=2), PeerPlan("b", 0.1, 0.2), PeerPlan("c", 0.1, 0.2))
+    stages = (
+        StagePlan(0, 3, ("a", "b"), executor="swapping", kept_activations=3),
+        StagePlan(3, 6, ("c",), kept_activations=3),
+    )
+    plan = msgspec.structs.replace(EVEN, stages=stages, peers=peers)
+    config = configuration.load(None, ["device.kind=cpu", *plan_settings.decided(plan, "plan.json")])
+    devices = [plan_settings.of_seat(config, plan, number, None).device for number in range(3)]
+    assert [(each.count, each.executor, each.kept_activations) for each in devices] == [
+        (2, "resident", -1),
+        (1, "swapping", 3),
+        (1, "resident", 3),
+    ]
+
+
 def test_a_cluster_without_a_planned_machine_or_without_a_plan_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +204,7 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
         (["--plan", "plan.json"], "tensors of 1000 bytes"),
         (["run.stages=2"], "tensors of 262144 bytes"),
     ):
-        assert program.main(["run", "run.toml", *words, "--here", "99"]) == program.USER_ERROR, "nothing is started"
+        assert program.main(["run", "run.toml", *words, "--here", "99"]) == ExitCode.USER_ERROR, "nothing is started"
         err = capsys.readouterr().err
         assert "warning: network.activation_store_bytes = 15999 holds" in err and wanted_text in err
     assert (

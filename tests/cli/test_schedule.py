@@ -11,6 +11,7 @@ import pytest
 from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.config import Config
+from shoal.exit_codes import ExitCode
 from shoal.launcher.chaos.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.launcher.process import Process
 from shoal.launcher.rundir import LocalPeer, MemberSeat, PeersFile
@@ -255,5 +256,5 @@ def test_a_dry_run_prints_the_schedule_and_needs_no_running_run(
 def test_what_a_user_can_mend_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    assert program.main(["chaos", str(tmp_path), *words]) == program.USER_ERROR
+    assert program.main(["chaos", str(tmp_path), *words]) == ExitCode.USER_ERROR
     assert said in capsys.readouterr().err

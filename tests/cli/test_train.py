@@ -19,6 +19,7 @@ from shoal.cli import main, train
 from shoal.executor import fit
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
+from shoal.exit_codes import ExitCode
 from shoal.model import stages
 from shoal.runtime.data.dataset import open_dataset
 
@@ -58,7 +59,7 @@ def summary() -> dict[str, Any]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert trained(*words) == main.USER_ERROR
+    assert trained(*words) == ExitCode.USER_ERROR
     assert not list(Path("runs").glob("one*/checkpoints"))
     return capsys.readouterr().err
 
@@ -95,10 +96,10 @@ def test_the_optimizer_runs_while_the_next_step_is_computed(monkeypatch: pytest.
     passes: list[bool] = []
     late: list[bool] = []
 
-    def finish_late(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+    def finish_late(self: Delayed, reduced: torch.Tensor, norm: float, step: int, scale: float) -> None:
         if step == 0:
             late.append(computed.wait(60))
-        finish(self, reduced, norm, step)
+        finish(self, reduced, norm, step, scale)
 
     def counted(self: Swapping, batch: list[torch.Tensor]) -> list[float]:
         result = back(self, batch)
@@ -118,14 +119,14 @@ def test_an_optimizer_that_fails_beside_the_next_step_ends_training_with_the_las
 ) -> None:
     real = Delayed.finish
 
-    def fails(self: Delayed, reduced: torch.Tensor, norm: float, step: int) -> None:
+    def fails(self: Delayed, reduced: torch.Tensor, norm: float, step: int, scale: float) -> None:
         if step == 2:
             raise RuntimeError("cannot allocate memory")
-        real(self, reduced, norm, step)
+        real(self, reduced, norm, step, scale)
 
     with monkeypatch.context() as patched:
         patched.setattr(Delayed, "finish", fails)
-        assert trained("train.staleness=1") == train.FAILED
+        assert trained("train.staleness=1") == ExitCode.FAILED
     output = capsys.readouterr().out
     assert "the optimizer failed at the end of step 2: cannot allocate memory" in output
     assert "the checkpoint of step 2 is whole" in output
@@ -145,7 +146,7 @@ def test_a_device_lost_in_the_middle_leaves_the_last_checkpoint_and_the_rest_goe
         return real(self, batch)
 
     monkeypatch.setattr(Swapping, "backward_batch", lost)
-    assert trained("device.memory=110 kB") == train.FAILED
+    assert trained("device.memory=110 kB") == ExitCode.FAILED
     output = capsys.readouterr().out
     assert "unspecified launch failure Compile with TORCH_USE_CUDA_DSA; the checkpoint of step 2 is whole" in output
     assert (summary()["steps"], summary()["balanced"]) == (3, False)
@@ -168,7 +169,7 @@ def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
 
     with monkeypatch.context() as patched:
         patched.setattr(Swapping, "state", lost)
-        assert trained("device.memory=110 kB") == train.FAILED
+        assert trained("device.memory=110 kB") == ExitCode.FAILED
     output = capsys.readouterr().out
     assert "CUDA error" in output and "the checkpoint of step 2 is whole" in output
     assert trained("--resume", "device.memory=110 kB") == 0
@@ -194,7 +195,7 @@ def test_a_model_without_repeated_blocks_is_refused(
     words = ["model=bare", f"device.executor={executor}", "device.memory_bytes=1 MB"]
     assert "model.hidden_size = 16 has no effect" in refused(capsys, *words), "the directory has its own"
     rest = [word for word in SMALL if not word.startswith("model.")]
-    assert main.main(["train", *rest, *words]) == main.USER_ERROR
+    assert main.main(["train", *rest, *words]) == ExitCode.USER_ERROR
     said = capsys.readouterr().err
     assert said.startswith("shoal: ") and complaint in said
 
@@ -208,7 +209,7 @@ def test_a_signal_ends_it_after_the_step_with_a_checkpoint(monkeypatch: pytest.M
 
     with monkeypatch.context() as patched:
         patched.setattr(train.LocalTraining, "_step", asked)
-        assert trained("checkpoint.every=0") == main.INTERRUPTED
+        assert trained("checkpoint.every=0") == ExitCode.INTERRUPTED
     assert Path("runs/one/checkpoints/step-1/training.json").exists()
     assert trained("--resume") == 0
     assert summary()["steps"] == 4

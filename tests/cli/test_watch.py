@@ -9,7 +9,7 @@ from shoal.config import Config
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.dashboard.terminal import headline
 from shoal.launcher.watching.members import Members
-from shoal.launcher.watching.watch import Resumed, RunMonitor
+from shoal.launcher.watching.watch import COMMITS, Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, Listening, Located, Notice, PeerProgress, decode, encode
 from shoal.traffic import StoredBytes, Traffic
 
@@ -86,7 +86,7 @@ def test_bytes_are_summed_over_the_living_and_the_dead() -> None:
     watch.hear(
         "p1", PeerProgress("b", sent=Traffic(activations=5), kept_most=StoredBytes(4, 5, 6)), 2.0
     )  # since it began, not since the last line
-    watch.remove("p1")
+    watch.remove("p1", 3.0, well=False)
     summary, snapshot = watch.summary(10.0), watch.snapshot(10.0)
     assert summary.sent == snapshot.sent == Traffic(15, 20, 30, 40, 50)
     assert summary.traffic["p1"].sent == Traffic(activations=5)
@@ -287,3 +287,14 @@ def test_ctrl_c_says_what_it_waits_for_and_what_a_second_one_costs() -> None:
         "nobody else can take stage 1 over: training stops without this machine. It leaves when step 1 is saved" in text
     )
     assert "goes back to step 0: nothing is saved; the others have no majority" in text
+
+
+def test_commits_do_not_push_rarer_events_out() -> None:
+    watch = a_watch()
+    watch.tell("removed", "p1 silent for 4.2 s", 1.0)
+    for step in range(200):
+        watch.tell("commit", f"step {step} committed", 2.0 + step)
+    kinds = [event.kind for event in watch.happenings]
+    assert kinds == ["removed"] + ["commit"] * COMMITS
+    serials = [event.serial for event in watch.happenings]
+    assert serials == sorted(set(serials)) and serials[-1] == 201

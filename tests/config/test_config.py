@@ -228,6 +228,9 @@ def test_the_machines_are_told_what_the_tree_says() -> None:
 def test_every_choice_is_accepted(key: Key) -> None:
     for choice in key.choices:
         beside = ["data.path=there"] if key.path == "data.source" and choice != "python" else []
+        beside += ["model.path=there"] if choice == "lora" else []
+        if key.path == "data.format" and choice != "text":
+            beside = ["data.path=there", "data.source=jsonl", "data.tokenizer=there"]
         config.load(None, [f"{key.path}={choice}", *beside])
 
 

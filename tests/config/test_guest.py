@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shoal import build, guest
-from shoal.config import Config, from_tree, to_tree
+from shoal import guest
+from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.core.messages import PROTOCOL
 from shoal.runtime.data.dataset import open_dataset
 
@@ -20,7 +19,7 @@ EMULATED = ("device.executor=emulated",)
 
 
 def invite_tree(**sections: dict[str, Any]) -> bytes:
-    return json.dumps(sections).encode()
+    return guest.pack(sections)
 
 
 def test_every_field_of_the_configuration_is_decided() -> None:
@@ -62,6 +61,17 @@ def test_what_was_not_allowed_is_refused_with_the_way_to_allow_it(sections: dict
         guest.joined(invite_tree(**sections), [])
 
 
+def test_the_size_of_emulated_tensors_is_the_runs() -> None:
+    config = overridden(to_tree(Config()), [*EMULATED, "device.emulated_values=64"])
+    told = guest.invite_settings(from_tree(config), config, to_tree(Config()))
+    assert told == {"device": {"emulated_values": 64}}
+    text = invite_tree(**told)
+    assert guest.visitor(text, []).device.executor == "emulated"
+    assert guest.joined(text, []).device.emulated_values == 64
+    with pytest.raises(ValueError, match=r"device\.emulated_values is the same for all peers of a run"):
+        guest.joined(text, [*EMULATED, "device.emulated_values=7"])
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "~/x", "../x", "a/../../x", "a\\..\\x", "a\nb", "**/**/**", "x" * 300])
 def test_no_name_leads_out_of_the_directory_that_was_given(tmp_path: Path, name: str) -> None:
     config = guest.joined(invite_tree(data=TEXT | {"path": "x"}), [], tmp_path)
@@ -94,7 +104,7 @@ def test_names_are_looked_up_below_the_directory_and_give_the_same_samples(tmp_p
         (given / f"texts/{name}.txt").write_text(f"{name} is a text " * 9)
     for path in ("texts", "texts/*.txt", "**/b.txt", "texts/a.txt"):
         tree = {"data": TEXT | {"path": path}}
-        guests = open_dataset(guest.joined(json.dumps(tree).encode(), [], given))
+        guests = open_dataset(guest.joined(guest.pack(tree), [], given))
         prefix = str(given).replace("[", "[[]") if "*" in path else str(given)
         own = open_dataset(from_tree({"data": TEXT | {"path": f"{prefix}/{path}"}}))
         assert guests.digest == own.digest
@@ -109,6 +119,15 @@ def test_a_model_and_a_tokenizer_are_looked_up_there_too(tmp_path: Path) -> None
     (tmp_path / "llama/weights").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match="leads out of"):
         guest.joined(tree, [], tmp_path)
+
+
+def test_a_vocabulary_that_was_resized_and_a_rope_are_taken_from_an_invite(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    extra = {"vocab_size": 300, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+    tree = {"path": "llama", "extra": extra}
+    assert guest.joined(invite_tree(model=tree, data={"digest": DIGEST}), [], tmp_path).model.extra == extra
+    with pytest.raises(ValueError, match=r"a guest takes up to 16,777,216"):
+        guest.joined(invite_tree(model=tree | {"extra": {"vocab_size": 2**25}}, data={"digest": DIGEST}), [], tmp_path)
 
 
 def test_a_guest_names_things_on_its_own_command_line() -> None:
@@ -166,6 +185,8 @@ def test_the_runs_name_stays_below_its_directory(name: str) -> None:
         {"model": {"extra": {"num_hidden_layers": 10**12}}},
         {"model": {"extra": {"max_position_embeddings": 10**12}}},
         {"model": {"extra": {"num_local_experts": 2**20}}},
+        {"model": {"extra": {"rope_parameters": {"factor": 1e12}}}},
+        {"model": {"extra": {"vocab_size": 300}}},
     ],
 )
 def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, Any]) -> None:
@@ -175,11 +196,12 @@ def test_a_run_larger_than_this_machine_is_refused_in_words(sections: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "text", [b'{"a":{"b":' + b"[" * 4000, b"\xff", b"[]", b'{"run":7}', b'{"run":{"peers":"many"}}']
+    "text", [b'{"a":{"b":' + b"[" * 4000, b"\xff", b"[]", b'{"run":7}', b'{"run":{"peers":"many"}}', b" " * 100_000]
 )
 def test_what_is_no_configuration_is_refused_in_words(text: bytes) -> None:
-    with pytest.raises(ValueError):
-        guest.joined(text, [])
+    for data in (text, guest.pack(msgspec.Raw(text)), guest.pack(msgspec.Raw(text))[:-2]):
+        with pytest.raises(ValueError):
+            guest.joined(data, [])
 
 
 def test_an_invite_tells_names_without_the_way_to_them() -> None:
@@ -191,13 +213,11 @@ def test_an_invite_tells_names_without_the_way_to_them() -> None:
         ("texts/*.txt", "texts/*.txt"),
     ):
         config = from_tree({"data": {"source": "text", "path": own}, "device": {"threads": 3}, "run": {"dir": "/x"}})
-        shared = json.loads(build.shared(config))
-        assert shared.pop("version") == {"protocol": PROTOCOL}
-        assert shared == {"data": {"source": "text", "path": others}}
+        assert guest.shared(config) == guest.pack({"data": {"source": "text", "path": others}})
 
 
 def test_an_invite_of_another_version_says_so_at_once() -> None:
-    text = json.dumps({"version": {"protocol": PROTOCOL + 1}}).encode()
+    text = b"%d " % (PROTOCOL + 1) + b"whatever that version writes"
     with pytest.raises(
         ValueError, match=f"speak protocol {PROTOCOL + 1}, and shoal here speaks {PROTOCOL}: install the same"
     ):

@@ -88,7 +88,7 @@ def test_a_number_has_bounds_and_no_value_beyond_them_is_taken(key: Key) -> None
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
 def test_a_default_passes_and_another_type_does_not(key: Key) -> None:
     assert config.from_tree({key.section: {key.name: key.default}}) == Config()
-    for wrong in (None, [[[["x"]]]], {"a": {"b": 0}}):
+    for wrong in (None, [[[["x"]]]], {"a": {"b": {"c": {"d": 0}}}}):
         assert refusal(key, wrong).startswith(f"{key.path} = {wrong!r} must be ")
 
 

@@ -239,6 +239,7 @@ WRONG = (
     ("unstarted", successor(phase=Phase.GATHERING)),
     ("finished", successor(phase=Phase.FINISHED)),
     ("norm", successor(step=1, last=msgspec.structs.replace(LAST, norm=float("inf")))),
+    ("counted", successor(step=1, last=msgspec.structs.replace(LAST, counted=1))),
     ("half", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0,)),),)))),
     ("double", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0, 0)),),)))),
     ("foreign", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("x", (0, 1)),),)))),

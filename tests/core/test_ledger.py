@@ -70,7 +70,8 @@ def test_groups_hold_members_in_order_and_joiners_with_nothing() -> None:
 
 
 def test_the_loss_is_the_mean_over_the_microbatches() -> None:
-    assert a_whole_step().loss() == 1.5
+    ledger = a_whole_step()
+    assert ledger.loss(ledger.groups(MEMBERS, ())[-1]) == 1.5
 
 
 def test_a_commit_that_holds_an_index_twice_is_counted() -> None:
@@ -141,3 +142,14 @@ def test_what_is_open_is_named_with_the_highest_stage_that_lacks_it() -> None:
             peer, ledger.books.get(peer, ()) + books(*({0, 1, 2} - {b.index for b in ledger.books.get(peer, ())}))
         )
     assert ledger.open_at(members) == []
+
+
+def test_counted_tokens_are_those_that_the_last_stage_reports_and_bounded_by_a_microbatch() -> None:
+    ledger = Ledger(stages=2, microbatches=4, tokens=32)
+    for peer, indices in (("a", (0, 2)), ("b", (3, 1)), ("c", (0, 1, 2)), ("d", (3,))):
+        assert ledger.report(peer, tuple(Booking(i, counted=10 * i) for i in indices)) == ""
+    assert ledger.counted(ledger.groups(MEMBERS, ())[-1]) == 60
+    assert ledger.report("d", (Booking(3, counted=30), Booking(1, counted=33))) == (
+        "has counted 33 tokens in a microbatch of 32"
+    )
+    assert Ledger(2, 4).report("a", (Booking(0, counted=1),)) == "has counted 1 tokens in a microbatch of 0"

@@ -47,7 +47,7 @@ def test_a_deleted_directory_is_said_and_made_anew(start: Start, tmp_path: Path,
     assert (run_directory / "authority.key").read_bytes() == key and (
         run_directory / "authority.key"
     ).stat().st_mode & 0o77 == 0
-    assert end(start("invite", "tiny.toml", *NO_MODEL)).startswith("shoal-")
+    assert end(start("invite", "tiny.toml", *NO_MODEL)).startswith("shoal1")
     assert "being trained now" in end(start("run", "tiny.toml", *NO_MODEL), code=2)
     launcher.send_signal(signal.SIGINT)
     output = end(launcher, code=130)

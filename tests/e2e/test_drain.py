@@ -122,7 +122,7 @@ def test_ctrl_c_lets_a_guest_leave_in_the_middle_of_a_step_that_lasts_minutes(st
     assert len(re.findall(r"left +p\d: left: its launcher asks it to", said)) == 2, said
     assert committed(tmp_path) == 0
     assert "nothing is saved yet; the run keeps what it has committed" in said
-    assert "To take part again: shoal join --invite-file guest/tiny/guests.invite" in said, said
+    assert "To take part again: shoal join @guest/tiny/guests.invite" in said, said
     host.send_signal(signal.SIGINT)
     output = end(host, code=130)
     assert len(re.findall(r"left +\w+ on \S+ has left stage \d, which \d peers? serves? now", output)) == 2, output
@@ -144,10 +144,7 @@ def test_ctrl_c_on_the_host_hands_the_run_over_when_others_can_go_on(start: Star
     assert "BALANCE" not in output and re.search(r"Step \d+ had begun: its 8 microbatches are not in them", output), (
         output
     )
-    assert (
-        "while they train: shoal join --invite-file runs/tiny/guests.invite; once they have ended: shoal run tiny"
-        in output
-    )
+    assert "while they train: shoal join @runs/tiny/guests.invite; once they have ended: shoal run tiny" in output
     heard = tmp_path / "guest/tiny/commits.jsonl"
     seen = len(heard.read_bytes().splitlines())
     wait_for(lambda: guest.poll() is not None or len(heard.read_bytes().splitlines()) >= seen + 2)
@@ -163,7 +160,7 @@ def test_a_stage_that_nobody_can_take_over_is_saved_and_left_and_little_is_train
     host = start("run", *words)
     file = tmp_path / "runs/tiny/guests.invite"
     wait_for(lambda: host.poll() is not None or (file.exists() and file.read_text().endswith("\n")))
-    guest = start("join", "--invite-file", str(file), "run.dir=guest", *NO_MODEL)
+    guest = start("join", f"@{file}", "run.dir=guest", *NO_MODEL)
     wait_for(lambda: guest.poll() is not None or host.poll() is not None or committed(tmp_path) >= 2)
     guest.send_signal(signal.SIGINT)
     output = end(guest, code=130)

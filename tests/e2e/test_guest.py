@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.e2e.test_run import Start, assert_balanced, end, start, summary, wait_for
 
+from shoal import guest
 from shoal.transport.identity.invite import Authority
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,7 +31,7 @@ SMALL = {"hidden_size": 16, "layers": 3, "heads": 2, "kv_heads": 1, "intermediat
 def hostile(title: str = "nice run", **sections: dict[str, Any]) -> str:
     """An invite that its own authority has signed, as anybody can make one."""
     tree = {"model": SMALL, "network": {"discovery": "gossip"}, **sections}
-    return Authority.new().invite(("127.0.0.1:1",), time.time() + 3600, title, json.dumps(tree).encode())
+    return Authority.new().invite(("127.0.0.1:1",), time.time() + 3600, title, guest.pack(tree))
 
 
 def text(path: str) -> dict[str, dict[str, Any]]:

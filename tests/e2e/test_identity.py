@@ -22,8 +22,9 @@ from tests.runtime.test_node import TINY, Swarm
 
 from shoal import config as configuration
 from shoal import trace
-from shoal.config import Config
+from shoal.config import Config, Model, Tune
 from shoal.core.messages import Do, Gather
+from shoal.model import stages
 from shoal.runtime.data.dataset import Dataset, open_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +199,22 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
     assert_same_bits(left, reference.commits(left.directory))
 
 
+@pytest.mark.parametrize(("staleness", "dora"), [(0, False), (1, False), (0, True)])
+def test_adapters_have_the_bits_of_one_process(tmp_path: Path, staleness: int, dora: bool) -> None:
+    config = a_config(STAGES, STAGES * REPLICAS, steps=3 + staleness, staleness=staleness)
+    left = trained_in_memory(tmp_path, adapted(config, tmp_path / "base", rank=2, alpha=64.0, dora=dora))
+    process = assert_same_bits(left, reference.commits(left.directory))
+    assert all("lora_" in name for name in process.parameters)
+    assert_within_rounding(left, process)
+
+
+def adapted(config: Config, base: Path, **tune: Any) -> Config:
+    """The same model, which lies in `base`, with adapters."""
+    stages.whole(config).save_pretrained(base)
+    changed = msgspec.structs.replace
+    return changed(config, model=Model(path=str(base)), tune=Tune(method="lora", **tune))
+
+
 def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in_memory: Left) -> None:
     commits = reference.commits(in_memory.directory)
     process = assert_same_bits(in_memory, commits)
@@ -208,10 +225,17 @@ def test_six_peers_and_one_process_that_adds_in_their_order_get_the_same_bits(in
 # ---------------------------------------------------------------------------------------------------- real processes
 
 
-def shoal_run(directory: Path, *words: str, staleness: int = 0) -> Left:
+def shoal_run(directory: Path, *words: str, staleness: int = 0, adapters: bool = False) -> Left:
     """`shoal run` to its end, in a directory of its own."""
     (directory / "a.txt").write_bytes((ROOT / "src/shoal/core/messages.py").read_bytes() * 4)
     (directory / "real.toml").write_text(TOML.replace("STALENESS", str(staleness)))
+    if adapters:
+        config = configuration.load(directory / "real.toml", [f"data.path={directory / 'a.txt'}"])
+        stages.whole(config).save_pretrained(directory / "base")
+        text = TOML.replace("STALENESS", str(staleness))
+        begin, end = text.index("[model]"), text.index("[data]")
+        model = f'[model]\npath = "{directory / "base"}"\n[tune]\nmethod = "lora"\nrank = 4\nalpha = 64.0\n'
+        (directory / "real.toml").write_text(text[:begin] + model + text[end:])
     done = subprocess.run(
         [sys.executable, "-m", "shoal.cli.main", "run", "real.toml", *words],
         cwd=directory,
@@ -284,6 +308,15 @@ def test_with_kills_and_delayed_updates_every_replica_has_the_bits_of_one_proces
     assert_every_sample_once(left)
     assert_same_bits(left, reference.commits(left.directory))
     assert trace.replay(left.trace).differing == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_with_kills_adapters_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    left = shoal_run(tmp_path, "--kill-every", "10", adapters=True)
+    assert left.summary["killed"] >= 1
+    assert_every_sample_once(left)
+    assert_same_bits(left, reference.commits(left.directory))
 
 
 @pytest.mark.slow

@@ -74,10 +74,10 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
     anns = read_invite((tmp_path / "ann").read_text(), 0.0).grant.id
     assert (tmp_path / "ann").stat().st_mode & 0o777 == 0o600
 
-    ann = start("join", "run.dir=ann-runs", "--invite-file", "ann", *GUEST)
+    ann = start("join", "run.dir=ann-runs", "@ann", *GUEST)
     (tmp_path / "bob").write_text(bob)
     (tmp_path / "bob").chmod(0o600)
-    guest = start("join", "--invite-file", "bob", "run.dir=bob-runs", *GUEST)
+    guest = start("join", "@bob", "run.dir=bob-runs", *GUEST)
     until(lambda: {anns, bobs} <= set(invites_in_view(tmp_path)) and committed(tmp_path) >= 2, host)
     assert not [text for text in (bob, (tmp_path / "ann").read_text().strip()) if text in command_lines()]
     listed = end(start("invite", "tiny.toml", "--list"))
@@ -89,7 +89,7 @@ def test_a_revoked_guest_is_shut_out_and_told_why_while_the_run_goes_on(start: S
     assert f"its invite {bobs} was revoked by the run's authority" in output, output
     until(lambda: bobs not in invites_in_view(tmp_path), host)
     goes_on(tmp_path, host)
-    again = end(start("join", "--invite-file", "bob", "run.dir=bob-again", *GUEST), code=1)
+    again = end(start("join", "@bob", "run.dir=bob-again", *GUEST), code=1)
     assert f"its invite {bobs} was revoked by the run's authority" in again, again
     assert anns in invites_in_view(tmp_path) and ann.poll() is None
     assert "revoked on" in end(start("invite", "tiny.toml", "--list"))
@@ -114,7 +114,7 @@ def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Pa
         end(start("invite", "tiny.toml", "--for", f"{lifetime_s} s", "--out", "old")) and (tmp_path / "old").read_text()
     )
     old = read_invite(text, 0.0).grant
-    first = start("join", "--invite-file", "old", "run.dir=first", *GUEST)
+    first = start("join", "@old", "run.dir=first", *GUEST)
     until(lambda: old.id in invites_in_view(tmp_path) and committed(tmp_path) >= 2, host)
     until(lambda: time.time() > old.ends_s + lifetime_s, host)
     goes_on(tmp_path, host)
@@ -124,7 +124,7 @@ def test_a_run_outlives_the_passes_that_it_began_with(start: Start, tmp_path: Pa
     os.kill(victim.process.pid, signal.SIGKILL)  # the launcher starts another in its place
     until(lambda: "p4" in {seat.label for seat in rundir.locals_of(tmp_path / "runs/tiny").members}, host)
 
-    second = start("join", "--invite-file", "old", "run.dir=second", *GUEST)
+    second = start("join", "@old", "run.dir=second", *GUEST)
     until(lambda: invites_in_view(tmp_path).count(old.id) == 2, host)
     goes_on(tmp_path, host)
     assert "renewed while it is used" in end(start("invite", "tiny.toml", "--list"))
@@ -141,7 +141,7 @@ def test_guests_that_go_on_without_the_founders_machine_are_told_by_way_of_one_o
     for name, peers in (("ann", "2"), ("bob", "1")):
         end(start("invite", "tiny.toml", "--name", name, "--out", name))
         ours = (f"checkpoint.url={tmp_path / 'saved'}", f"run.dir={name}-runs", *GUEST)
-        guest = start("join", "--invite-file", name, "--peers", peers, *ours)
+        guest = start("join", f"@{name}", "--peers", peers, *ours)
     ids = {name: read_invite((tmp_path / name).read_text(), 0.0).grant.id for name in ("ann", "bob")}
     until(
         lambda: sorted(invites_in_view(tmp_path)).count(ids["ann"]) == 2 and ids["bob"] in invites_in_view(tmp_path),

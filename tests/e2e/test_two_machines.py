@@ -19,8 +19,8 @@ RUN = (*NO_MODEL, "device.emulated_s=0.2", "run.peers=2", "run.stages=2", "run.s
 def invited(host: Machine, *settings: str, here: int = 1) -> str:
     """Begins a run and returns the invite that its screen shows."""
     program = host.shoal("run", "tiny.toml", "--here", str(here), *RUN, *settings)
-    wait_for(lambda: program.process.poll() is not None or re.search(r"shoal join shoal-\S+\n", program.output))
-    match = re.search(r"shoal join (shoal-\S+)\n", program.output)
+    wait_for(lambda: program.process.poll() is not None or re.search(r"shoal1\w+\n", program.output))
+    match = re.search(r"(shoal1\w+)\n", program.output)
     assert match is not None, program.output
     assert (
         f"waiting for {here} peer{'s' if here > 1 else ''} from other machines; this one is reached at {HOSTS[0]}"
@@ -61,7 +61,7 @@ def test_a_guest_joins_without_naming_any_address_and_its_loss_is_explained(
     print(f"{time.monotonic() - killed:.1f} s from the loss to the words")
     words = next(line for line in run.lines if "no peer is left" in line)
     print(words)
-    assert re.search(r"stage 1 \(of 2\): .* shoal join --invite-file runs/tiny/guests.invite$", words.strip())
+    assert re.search(r"stage 1 \(of 2\): .* shoal join @runs/tiny/guests.invite$", words.strip())
 
     at = steps(run)
     again = guest.shoal("join", invite, *NO_MODEL, "device.emulated_s=0.2")

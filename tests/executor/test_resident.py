@@ -155,7 +155,7 @@ def test_a_microbatch_that_is_not_finite_is_refused_and_leaves_the_sum() -> None
         (0, BATCH[0][:, :-1], torch.zeros(2, 12, 31), None, r"gradient \(2, 12, 31\)"),
         (0, BATCH[0][0], torch.zeros(2, 12, 32), None, r"are not \(B, L\)"),
         (1, BATCH[0][:, :-1], None, BATCH[0], "takes hidden states"),
-        (1, torch.zeros(2, 12, 32), None, BATCH[0] - 64, "outside the vocabulary"),
+        (1, torch.zeros(2, 12, 32), None, BATCH[0] - 128, "outside the vocabulary"),
         (1, torch.zeros(2, 11, 32), None, BATCH[0], r"does not fit tokens"),
     ],
 )

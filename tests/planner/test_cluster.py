@@ -81,6 +81,18 @@ def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, wo
     assert "cluster.toml" in str(caught.value)
 
 
+def test_a_peer_of_several_cards_has_the_memory_and_speed_of_all(tmp_path: Path) -> None:
+    table = '[[device]]\nname = "{}"\nflops = "2 TFLOP/s"\nmemory_bytes = "24 GB"\n{}'
+    link = '[link]\nbandwidth_Bps = "1 Gbit/s"\n'
+    one, four = read(written(tmp_path, table.format("one", "") + table.format("four", "cards = 4\n") + link)).devices
+    assert (four.flops, four.memory_bytes, four.cards) == (4 * 0.8 * one.flops, 4 * one.memory_bytes, 4)
+    (half,) = read(written(tmp_path, table.format("half", "cards = 4\ncards_efficiency = 0.5\n") + link)).devices
+    assert half.flops == 2 * one.flops
+    for wrong in ("cards = 0\n", "cards = 2\ncards_efficiency = 1.5\n"):
+        with pytest.raises(ValueError, match=r"must be 1 or more, cards_efficiency = .* at most 1"):
+            read(written(tmp_path, table.format("none", wrong) + link))
+
+
 def test_matrices_that_are_not_square_or_of_other_devices_are_refused() -> None:
     devices = tuple(Device(name=name, flops=1.0) for name in "abc")
     with pytest.raises(ValueError, match="2 x 3, but there are 3 devices; it must be square"):

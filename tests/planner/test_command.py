@@ -10,6 +10,7 @@ import pytest
 
 from shoal.cli import main as program
 from shoal.config import load
+from shoal.exit_codes import ExitCode
 from shoal.launcher.planning import problem as planning_problem
 from shoal.model import analysis
 from shoal.planner.strategy.plan import load as load_plan
@@ -135,12 +136,12 @@ def test_what_if_and_sensitivity_compare_with_the_plan(cluster: str, capsys: pyt
 def test_what_cannot_be_asked_is_refused_in_one_line(
     cluster: str, capsys: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
-    assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, *words) == program.USER_ERROR
+    assert call(str(CONFIGS / "quickstart.toml"), "--cluster", cluster, *words) == ExitCode.USER_ERROR
     assert output in capsys.readouterr().err
 
 
 def test_without_machines_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(str(CONFIGS / "quickstart.toml")) == program.USER_ERROR
+    assert call(str(CONFIGS / "quickstart.toml")) == ExitCode.USER_ERROR
     assert "name them with --cluster FILE" in capsys.readouterr().err
 
 
@@ -166,7 +167,7 @@ def test_dtfms_own_problem_is_searched_and_told(search: str, capsys: pytest.Capt
     ],
 )
 def test_a_search_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], output: str) -> None:
-    assert call(*words) == program.USER_ERROR
+    assert call(*words) == ExitCode.USER_ERROR
     assert output in capsys.readouterr().err
 
 
@@ -239,5 +240,5 @@ def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chose
     output = capsys.readouterr().out
     assert "boundary    int8 there, int8 back: " in output and "averaging   int8: " in output and "(taken)" in output
     assert load_plan(out).averaging == "int8"
-    assert call(*words, 'plan.allow=["int2"]') == program.USER_ERROR
+    assert call(*words, 'plan.allow=["int2"]') == ExitCode.USER_ERROR
     assert "must be a list of 'bf16', 'int8', 'int4', 'local_steps'" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +25,8 @@ GPU = Device(
 
 def test_a_device_is_the_same_after_its_file() -> None:
     assert device_from(device_text(GPU, ("measured today",))) == GPU
+    four = msgspec.structs.replace(GPU, cards=4).together()
+    assert device_from(device_text(four)) == four and four.memory_bytes == 4 * GPU.memory_bytes
     assert device_from("  ") is None
     for text in ("[[device", "[device]\nname = 'a'", "x = 1"):
         with pytest.raises(ValueError, match="not"):

@@ -161,6 +161,19 @@ def test_a_stage_whose_activations_do_not_fit_keeps_the_inputs_of_its_blocks() -
     assert ample.microbatch_s < tight_stage.microbatch_s < 4 / 3 * ample.microbatch_s
 
 
+def test_several_cards_hold_as_one_peer_what_one_of_them_does_not() -> None:
+    card = {"memory_bytes": 6e9, "host_memory_bytes": 64e9}
+    alone, four = machines(1, **card), machines(1, **card, cards=4)
+    with pytest.raises(ValueError, match="lacks"):
+        decided(problem(alone))
+    together = msgspec.structs.replace(four, devices=tuple(device.together() for device in four.devices))
+    best = decided(problem(together, swapping=True))
+    assert (best.peers[0].cards, best.stages[0].executor, best.stages[0].kept_activations) == (4, "resident", 0)
+    odd = msgspec.structs.replace(WORK, sequences=6)
+    with pytest.raises(ValueError, match="p0 has 4 cards, which do not divide a microbatch of 6 sequences"):
+        decided(problem(together, work=odd))
+
+
 def test_small_devices_with_much_memory_between_them_take_more_stages() -> None:
     best = decided(problem(machines(8, memory_bytes=3.5e9, host_memory_bytes=64e9, bandwidth_Bps=1e9)))
     assert len(best.stages) > 1

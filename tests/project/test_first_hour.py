@@ -43,6 +43,8 @@ def test_parts_are_kept_failed_rehearsed_or_skipped_by_name(
     assert rehearsed.startswith("CPU ") and rehearsed.endswith("Measured: played.")
     assert [line.split(":")[0] for line in skipped] == ["SKIPPED  bad", "SKIPPED  slow"]
     assert all("no card here" in line for line in skipped)
+    assert tool.run([tool.Part("many", "four", says("fine"), cards=99)], "") == 0
+    assert capfd.readouterr().out.startswith("SKIPPED  many: it needs 99 cards. It asks: four")
 
 
 def test_swapping_that_is_slower_than_fsdp2_or_above_its_limit_fails(tool: ModuleType) -> None:

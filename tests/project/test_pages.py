@@ -28,6 +28,8 @@ _MADE = (
     ".venv/",
     "build/",
     "runs/",
+    "tensorboard/",
+    "wandb/",
     "step-N/",
     "texts/",
     "checkpoints/",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 
 from shoal.config import Config, Data, Model, Run, Train
-from shoal.runtime.data import dataset, sampling, tokenizer
+from shoal.runtime.data import corpus, dataset, sampling, tokenizer
+from shoal.runtime.data.rows import Rows
 
 
 def a_config(source: str = "text", path: str = "", **fields: object) -> Config:
@@ -164,6 +167,79 @@ def test_the_byte_tokenizer_in_a_model_directory_gives_the_same_ids(tmp_path: Pa
     assert {"tokenizer.json", "tokenizer_config.json"} <= held.files().keys()
 
 
+def a_mixture(folder: Path, **weights: float) -> Config:
+    """Of a directory, a file and a directory below another; a letter each."""
+    for letter, name in zip("xyz", ("books/a.txt", "code.txt", "web/one/b.txt"), strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(letter * 16 * (20 if letter == "y" else 300))
+    return a_config(path=str(folder), weights=weights or {"books": 5.0, "code.txt": 2.0, "web/one": 3.0})
+
+
+def test_sources_are_mixed_by_their_weights_exactly_and_each_has_its_own_epochs(tmp_path: Path) -> None:
+    held = dataset.open_dataset(a_mixture(tmp_path))
+    for first in (0, 1000, 7000):
+        letters = collections.Counter(chr(held.sample(i)[1]) for i in range(first, first + 1000))
+        assert letters == {"x": 500, "y": 200, "z": 300}
+    early = collections.Counter(chr(held.sample(i)[1]) for i in range(100))
+    assert min(early.values()) >= 8  # not one after the other
+    again = dataset.open_dataset(a_mixture(tmp_path), tmp_path / "cache")
+    assert held.digest == again.digest
+    assert all((held.sample(i) == again.sample(i)).all() for i in (5, 3, 12345))
+    other = dataset.open_dataset(a_mixture(tmp_path, **{"books": 1.0, "code.txt": 1.0, "web": 1.0}))
+    assert other.digest != held.digest
+
+
+def test_every_sample_of_a_mixed_source_is_seen_once_in_its_epoch() -> None:
+    class Numbers:
+        digest = describe = "numbers"
+
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def sample(self, i: int) -> tokenizer.Tokens:
+            self.asked.append(i)
+            return np.zeros(1, dtype=np.int64)
+
+    parts = [Numbers(), Numbers(), Numbers()]
+    mixed = sampling.MixedSamples(parts, {"a": 1.0, "b": 1.0, "c": 0.002}, seed=4)
+    for i in range(3000):
+        mixed.sample(i)
+    assert [sorted(part.asked) for part in parts] == [list(range(3 * count)) for count in (500, 499, 1)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        ({"books": 1.0, "web": 1.0}, "code.txt is below none of its names"),
+        ({"books": 1.0, "web": 1.0, "web/one": 1.0, "code.txt": 1.0}, "is below 'web' and 'web/one'"),
+        ({"books": 1.0, "web": 1.0, "code.txt": 1.0, "more": 1.0}, "no file of data.path is below 'more'"),
+        ({"books": 1.0, "web": 1.0, "code.txt": 1e-6}, "'code.txt' has less than one sample in 1000"),
+    ],
+)
+def test_weights_that_do_not_fit_the_files_are_refused(tmp_path: Path, weights: dict[str, float], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        dataset.open_dataset(a_mixture(tmp_path, **weights))
+
+
+def test_peers_that_start_together_tokenise_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_config(path=str(a_text(tmp_path / "text")))
+    written: list[Path] = []
+    write = corpus._write_cache
+
+    def slowly(one: corpus.Corpus, rows: Rows, place: Path, note: Path) -> None:
+        written.append(place)
+        start.wait(60)  # until the others ask, or have not for a minute
+        write(one, rows, place, note)
+
+    start = threading.Event()
+    monkeypatch.setattr(corpus, "_write_cache", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        peers = [threads.submit(dataset.open_dataset, config, tmp_path / "cache") for _ in range(3)]
+        start.set()
+        assert len({peer.result().digest for peer in peers}) == 1
+    assert len(written) == 1
+
+
 class Reading:
     """Documents, counting how often they were opened."""
 
@@ -171,9 +247,13 @@ class Reading:
         self.texts = texts
         self.opened: list[int] = []
 
-    def __call__(self, first: int) -> Iterator[bytes]:
+    def __call__(self, first: int) -> Iterator[tokenizer.Tokens]:
         self.opened.append(first)
-        return iter(self.texts[first:])
+        return map(a_document, self.texts[first:])
+
+
+def a_document(text: bytes) -> tokenizer.Tokens:
+    return tokenizer.encode_document(tokenizer.ByteTokenizer(), text)
 
 
 def a_stream(
@@ -181,7 +261,7 @@ def a_stream(
 ) -> tuple[sampling.StreamedSamples, Reading]:
     monkeypatch.setattr(sampling, "BLOCK_TOKENS", 1)  # 64 samples, the least
     reading = Reading(texts)
-    return sampling.StreamedSamples(reading, tokenizer.ByteTokenizer(), sequence, 1, "fake"), reading
+    return sampling.StreamedSamples(reading, sequence, 1, "fake", "fake"), reading
 
 
 def test_a_stream_gives_every_sample_of_the_corpus_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,25 +285,43 @@ def test_a_stream_gives_the_same_sample_in_any_order_of_asking(monkeypatch: pyte
     assert any(first > 0 for first in reading.opened)  # going back does not start at the first document
 
 
-def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_block_of_a_stream_is_read_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [b"x" * 50, b"y" * 50] * 40
+    held, reading = a_stream(monkeypatch, texts)
+    held.sample(0)
+    assert held._ahead is not None
+    held._ahead.join()
+    assert list(held._blocks) == [0, 1] and reading.opened == [0]
+    held.sample(64)
+    held._ahead.join()
+    assert list(held._blocks) == [0, 1, 2] and reading.opened == [0]
+    whole, _ = a_stream(monkeypatch, texts)
+    assert [held.sample(i).tolist() for i in range(1100)] == [whole.sample(i).tolist() for i in range(1100)]
+
+
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_stream_that_broke_goes_on(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """In the block that is asked for, which fails; or in the next one, which is then read again when it is needed."""
     texts = [b"x" * 50, b"y" * 50] * 10
     held, _ = a_stream(monkeypatch, texts)
     whole, _ = a_stream(monkeypatch, texts)
     calls = 0
 
-    def broken(first: int) -> Iterator[bytes]:
+    def broken(first: int) -> Iterator[tokenizer.Tokens]:
         nonlocal calls
         calls += 1
         for number, text in enumerate(texts[first:]):
-            if calls == 1 and number == 7:
+            if calls == 1 and number == at:
                 raise OSError("connection reset")
-            yield text
+            yield a_document(text)
 
     held._documents = broken
+    if at == 0:
+        with pytest.raises(OSError, match="reset"):
+            held.sample(0)
     assert held.sample(0).tolist() == whole.sample(0).tolist()
-    with pytest.raises(OSError, match="reset"):
-        held.sample(70)
     assert held.sample(70).tolist() == whole.sample(70).tolist()
+    assert calls == 2
 
 
 def test_a_stream_shorter_than_one_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,13 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
-from shoal.core.messages import View
+from shoal.core.messages import Apply, View
+from shoal.core.server import server
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
 from shoal.core.trainer.microbatch import Hop, Microbatch, Owned
 from shoal.core.trainer.trainer import Trainer
+from shoal.core.transfer import catch_up
 from shoal.sim.scenarios.catalogue import SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
@@ -69,6 +71,7 @@ ROUNDS = Scenario(
     messages=Messages(drop=0.05, delay=0.1),
     happenings=Happenings(kills=3, restarts=4, pauses=5, halves=2, one_ways=2),
 )
+COUNTED = msgspec.structs.replace(ROUNDS, name="counted", tokens=512)
 LARGE = Scenario(
     name="a large group",
     staleness=0,
@@ -167,12 +170,35 @@ def applies_what_it_does_not_hold(patch: Patch) -> None:
     patch.setattr(Rounds, "holds", lambda self, last: True)
 
 
+def counts_every_token(patch: Patch) -> None:
+    patch.setattr(Ledger, "counted", lambda self, last: 0)
+
+
+def counts_the_tokens_of_one_replica(patch: Patch) -> None:
+    counted = Ledger.counted
+    patch.setattr(Ledger, "counted", lambda self, last: counted(self, last[:1]))
+
+
+def applies_without_the_scale(patch: Patch) -> None:
+    def unscaled(task: str, step: int, round: int, norm: float, save: bool, skip: bool, scale: float) -> Apply:
+        return Apply(task, step, round, norm, save, skip)
+
+    patch.setattr(server, "Apply", unscaled)
+
+
+def catches_up_without_the_scale(patch: Patch) -> None:
+    def unscaled(task: str, step: int, round: int, norm: float, save: bool, skip: bool, scale: float) -> Apply:
+        return Apply(task, step, round, norm, save, skip)
+
+    patch.setattr(catch_up, "Apply", unscaled)
+
+
 def commits_before_all_is_booked(patch: Patch) -> None:
     """The leader lets one booking lack, and the replicas do not object."""
     init = Ledger.__init__
 
-    def generous(self: Ledger, stages: int, microbatches: int) -> None:
-        init(self, stages, microbatches)
+    def generous(self: Ledger, stages: int, microbatches: int, tokens: int = 0) -> None:
+        init(self, stages, microbatches, tokens)
         self.booked = 1
 
     patch.setattr(Ledger, "__init__", generous)
@@ -282,6 +308,10 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (adds_the_rows_but_for_the_last, LARGE, (0,)),
     (adds_as_it_comes, LARGE, (0,)),
     (meets_everybody, LARGE, (0,)),
+    (counts_every_token, COUNTED, (0,)),
+    (counts_the_tokens_of_one_replica, COUNTED, (0,)),
+    (applies_without_the_scale, COUNTED, (0,)),
+    (catches_up_without_the_scale, COUNTED, (0,)),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import stat
 from pathlib import Path
@@ -14,12 +13,17 @@ from hypothesis import strategies as st
 
 from shoal.core.messages import Member, View
 from shoal.core.names import invite_of, key_of, limit_of
+from shoal.transport.identity import text as written
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
-from shoal.transport.identity.invite import PREFIX, Authority, Invite, read_invite, signed_by
+from shoal.transport.identity.invite import PREFIX, Authority, as_text, read_invite, signed_by
 
 NOW = 1_000_000.0
 RUN = Authority.new()
 TEXT = RUN.invite(("/ip4/10.0.0.1/tcp/4001/p2p/x", "10.0.0.2:77"), NOW + 60, "my run")
+PEER_IDS = (
+    "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust",
+    "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp",
+)
 
 
 def test_a_key_is_kept_for_its_owner_only_and_found_again(tmp_path: Path) -> None:
@@ -122,34 +126,76 @@ def test_what_is_no_invite_is_refused(text: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 255))
+@given(st.integers(0, 10_000), st.integers(1, 93))
 def test_an_altered_invite_is_refused(at: int, by: int) -> None:
-    data = bytearray(decoded(TEXT))
-    data[at % len(data)] ^= by
-    with pytest.raises(ValueError, match=r"invite is forged|was altered"):
-        read_invite(encoded(bytes(data)), NOW)
+    at %= len(TEXT)
+    altered = TEXT[:at] + chr(33 + (ord(TEXT[at]) - 33 + by) % 94) + TEXT[at + 1 :]
+    with pytest.raises(ValueError, match=r"was altered|not an invite|another version"):
+        read_invite(altered, NOW)
+
+
+@pytest.mark.parametrize("at", [0, 3, 100, len(TEXT) - len(PREFIX) - 1])
+def test_two_letters_in_the_other_order_are_noticed(at: int) -> None:
+    coded = TEXT.removeprefix(PREFIX)
+    at = next(n for n in (*range(at, len(coded) - 1), *range(at)) if coded[n] != coded[n + 1])
+    with pytest.raises(ValueError, match="was altered"):
+        read_invite(PREFIX + coded[:at] + coded[at + 1] + coded[at] + coded[at + 2 :], NOW)
+
+
+def test_an_invite_of_an_older_version_is_refused_with_what_to_do() -> None:
+    for text in ("shoal-lqR0aW55ka8xMC43Ny4w", "shoal2abc"):
+        with pytest.raises(ValueError, match=r"made by another version of Shoal.*ask for a new one"):
+            read_invite(text, NOW)
 
 
 def test_an_invite_that_another_key_signed_as_this_run_is_forged() -> None:
     """The forger takes the run's public key, a holder's key of its own, and signs with what it has."""
-    theirs = msgspec.msgpack.decode(decoded(Authority.new().invite((), NOW + 60)), type=Invite)
+    theirs = read_invite(Authority.new().invite((), NOW + 60), NOW)
     grant = msgspec.structs.replace(theirs.grant, authority=RUN.public)
     with pytest.raises(ValueError, match="forged"):
-        read_invite(encoded(msgspec.msgpack.encode(msgspec.structs.replace(theirs, grant=grant))), NOW)
+        as_text(msgspec.structs.replace(theirs, grant=grant))
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        ("192.0.2.1:4711", "[2001:db8::1]:4711", "2001:db8::1:4711", "host.example:1", "192.0.2.1:0", ":", "x"),
+        tuple(f"/ip4/192.0.2.1/tcp/4711/p2p/{each}" for each in PEER_IDS),
+        tuple(f"/ip{v}/{host}/tcp/65535/p2p/{PEER_IDS[0]}" for v, host in ((4, "192.0.2.1"), (6, "2001:db8::1"))),
+        (f"/ip4/192.0.2.1/tcp/1/p2p/{PEER_IDS[0]}/p2p-circuit/p2p/{PEER_IDS[1]}", "/ip4/1.2.3.4/tcp/99999/p2p/x"),
+        (f"/ip4/192.0.2.1/tcp/0004711/p2p/{PEER_IDS[0]}", "192.0.2.1:04711", "/ip6/::ffff:1.2.3.4/tcp/1/p2p/Qm"),
+    ],
+)
+def test_addresses_come_out_as_they_went_in(addresses: tuple[str, ...]) -> None:
+    assert read_invite(RUN.invite(addresses, NOW + 60), NOW).addresses == addresses
+    assert written.unpacked(written.packed(addresses)) == addresses
+
+
+def test_an_address_takes_few_bytes() -> None:
+    direct = [f"192.0.2.{n}:4711" for n in range(3)]
+    libp2p = [f"/ip4/192.0.2.{n}/tcp/4711/p2p/{PEER_IDS[0]}" for n in range(3)]
+    assert [*map(len, written.packed(direct))] == [7, 7, 7]
+    assert [*map(len, written.packed(libp2p))] == [39, 7, 7]
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+def test_bytes_as_letters_and_digits(data: bytes) -> None:
+    text = written.encoded(data)
+    assert written.decoded(text) == data and text.isalnum() and text.isascii()
+
+
+@pytest.mark.parametrize("data", [b"", b"\1", b"\2short", b"\4" + bytes(6), b"\xff", bytes(300)])
+def test_addresses_that_are_none_are_refused_or_a_word(data: bytes) -> None:
+    try:
+        assert written.unpacked([data])
+    except ValueError:
+        pass
 
 
 def test_an_invite_that_others_could_not_read_is_not_made() -> None:
     with pytest.raises(ValueError):
         RUN.invite(("x" * 300,), NOW + 60)
-
-
-def decoded(text: str) -> bytes:
-    coded = text.removeprefix(PREFIX)
-    return base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))
-
-
-def encoded(data: bytes) -> str:
-    return PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def test_an_override_is_the_word_of_one_runs_authority_and_of_nothing_else() -> None:

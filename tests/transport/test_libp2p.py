@@ -25,7 +25,7 @@ from shoal.transport.base import Blob, Incoming, Lost
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.libp2p import Libp2pTransport, PlainStream
+from shoal.transport.libp2p import DaemonStream, Libp2pTransport
 from shoal.transport.streams.congestion import ACK_BYTES, FLOOR_BYTES
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
@@ -343,7 +343,7 @@ class Pair:
         for sock, failed in zip(socket.socketpair(), self.failed, strict=True):
             sock.setblocking(False)
             self.links.append(Connection(sock, lambda _, failed=failed: loop.call_soon_threadsafe(failed.set)))
-        self.writer, self.reader = (PlainStream(link).paced() for link in self.links)
+        self.writer, self.reader = (DaemonStream(link).paced() for link in self.links)
 
     def start(self, end: int, steps: Any) -> None:
         self.links[end].steps = steps

@@ -179,8 +179,28 @@ def test_useless_addresses_are_not_kept() -> None:
         (a.name, ("127.0.0.1", 80)),
     ):
         a.learn(name, address)
-    assert not a._tls._places
+    assert not a._tls._routes
     asyncio.run(a.close())
+
+
+def test_a_peer_that_calls_from_another_address_is_reached_there() -> None:
+    """The directory says so later."""
+
+    async def story() -> None:
+        a, b = make(), make(host="0.0.0.0")
+        await a.start()
+        await b.start()
+        a.learn(b.name, ("127.0.0.9", b.address[1]))
+        b.learn(a.name, a.address)
+        b.send(a.name, Cancelled(0, 1, 2, 0, 0))
+        await take(a)
+        assert a._tls.route(b.name) == ("127.0.0.1", b.address[1])
+        a._tls.called(b.name, "8.8.8.8")
+        assert a._tls.route(b.name) == ("127.0.0.1", b.address[1]), "a router's address"
+        await a.close()
+        await b.close()
+
+    asyncio.run(story())
 
 
 def test_a_peer_that_listens_everywhere_announces_one_address() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -18,26 +17,10 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks/wan"
 
 
-@pytest.fixture(scope="module")
-def lab() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wan_lab", FOLDER / "lab.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["wan_lab"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def real(lab: ModuleType) -> ModuleType:
-    if lacking := lab.missing():
-        pytest.skip(lacking)
-    return lab
-
-
 # On b: answers each connection with the digest of all that it sent. On a: sends and prints the digest and the seconds.
 ANSWER = """
-import hashlib, socket
-with socket.create_server(("10.77.0.2", 9)) as listener:
+import hashlib, socket, sys
+with socket.create_server((sys.argv[1], 9), family=10 if ":" in sys.argv[1] else 2) as listener:
     print("listening", flush=True)
     while True:
         with listener.accept()[0] as sock:
@@ -50,7 +33,7 @@ SEND = """
 import hashlib, os, socket, sys, time
 data = os.urandom(int(sys.argv[1]))
 start = time.monotonic()
-with socket.create_connection(("10.77.0.2", 9), timeout=float(sys.argv[2])) as sock:
+with socket.create_connection((sys.argv[3], 9), timeout=float(sys.argv[2])) as sock:
     connected = time.monotonic()
     sock.sendall(data)
     sock.shutdown(socket.SHUT_WR)
@@ -59,16 +42,18 @@ print(answer == hashlib.sha256(data).digest(), connected - start, time.monotonic
 """
 
 
-def transfer(lab: ModuleType, topology: Any, nbytes: int, *changes: Any, timeout_s: int = 60) -> str:
+def transfer(
+    lab: ModuleType, topology: Any, nbytes: int, *changes: Any, timeout_s: int = 60, address: str = "11.77.0.2"
+) -> str:
     """What SEND prints on a, with b answering, after these changes."""
     with lab.Lab(topology) as open_lab:
-        receiver = open_lab.start("b", [sys.executable, "-c", ANSWER], stdout=subprocess.PIPE, text=True)
+        receiver = open_lab.start("b", [sys.executable, "-c", ANSWER, address], stdout=subprocess.PIPE, text=True)
         assert receiver.stdout.readline() == "listening\n"
         for change in changes:
             open_lab.change(change)
         sender = open_lab.start(
             "a",
-            [sys.executable, "-c", SEND, str(nbytes), str(timeout_s)],
+            [sys.executable, "-c", SEND, str(nbytes), str(timeout_s), address],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -135,6 +120,19 @@ def sleeping() -> bool:
     return False
 
 
+# IPv6 alone: the emulator knows a host by the last number of its address.
+def test_a_host_may_have_an_ipv6_address_alone(real: ModuleType) -> None:
+    topology = real.Topology(("a", "b"), path=(real.PathRule(delay="30 ms"),), ipv6=("a", "b"))
+    assert transfer(real, topology, 2_000_000, address="fd77::2").split()[0] == "True"
+
+
+def test_packets_larger_than_the_paths_mtu_vanish(real: ModuleType) -> None:
+    """The connection is made, and carries nothing large: a black hole."""
+    topology = real.Topology(("a", "b"), path=(real.PathRule("a", "b", mtu=1300),))
+    assert transfer(real, topology, 500, timeout_s=1).split()[0] == "True"
+    assert "TimeoutError" in transfer(real, topology, 100_000, timeout_s=1)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -146,6 +144,8 @@ def sleeping() -> bool:
         ('hosts = ["a"]\n[[change]]\nat = "1 s"\n[change.path]\nsender = "c"', "no host is named 'c'"),
         ('hosts = "a"', "Expected `array`"),
         ("hosts = [", "line.toml"),
+        ('hosts = ["a"]\n[[gate]]\nkind = "cone"', "Invalid enum value 'cone'"),
+        ('hosts = ["a"]\nipv6 = ["b"]', "no host is named 'b'"),
     ],
 )
 def test_a_wrong_topology_is_refused_with_its_reason(lab: ModuleType, tmp_path: Path, text: str, reason: str) -> None:
@@ -158,5 +158,5 @@ def test_a_wrong_topology_is_refused_with_its_reason(lab: ModuleType, tmp_path: 
 def test_the_last_rule_for_a_line_applies(lab: ModuleType) -> None:
     rules = (lab.PathRule(delay="5 ms"), lab.PathRule("a", "b", delay="7 ms"))
     words = lab.Topology(("a", "b"), path=rules).words()
-    last = {line.rsplit(" ", 4)[0]: line.split()[3] for line in words if line.startswith("path")}
+    last = {line.rsplit(" ", 5)[0]: line.split()[3] for line in words if line.startswith("path")}
     assert last == {"path 0 0": "0.005", "path 0 1": "0.007", "path 1 0": "0.005", "path 1 1": "0.005"}

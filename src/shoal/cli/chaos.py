@@ -16,6 +16,7 @@ from random import Random
 from shoal import config as configuration
 from shoal import units
 from shoal.dashboard import account
+from shoal.exit_codes import ExitCode
 from shoal.launcher import process
 from shoal.launcher.chaos import schedule
 from shoal.launcher.chaos.chaos import LOOK_S, Chaos
@@ -178,7 +179,7 @@ def _tell_account(directory: Path, chaos: Chaos) -> int:
     path = directory / "summary.json"
     if not path.exists():
         print(f"{directory}: the run is over and left no account")
-        return 1
+        return ExitCode.FAILED
     summary = account.read(path)
     print(account.text(summary))
-    return 0 if summary.balanced else 1
+    return 0 if summary.balanced else ExitCode.FAILED

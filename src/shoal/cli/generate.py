@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from shoal.escaping import escaped_lines
-
-_STEP = re.compile(r"step-(\d+)")
+from shoal.launcher import saved
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,28 +28,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=int, default=50, help="sample among this many tokens; 0 = all (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
+    parser.add_argument("--base", metavar="DIR", help="of adapters: where their base model lies now")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
     _check(args)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
-        text = sample(checkpoint(args.checkpoint), args)
+        text = sample(saved.checkpoint(args.checkpoint), args)
     print(escaped_lines(text))  # a model says whatever its data did
     return 0
-
-
-def checkpoint(place: str) -> Path:
-    """The model directory that `place` names. ValueError says what it found instead."""
-    path = Path(place)
-    if (path / "config.json").is_file():
-        return path
-    checkpoints = [child for parent in (path, path / "checkpoints") for child in _steps(parent)]
-    if checkpoints:
-        return max(checkpoints, key=_step)
-    if not path.exists():
-        raise ValueError(f"{place}: no such directory; give a checkpoint (runs/NAME/checkpoints/step-N) or runs/NAME")
-    raise ValueError(f"{place}: holds no checkpoint (a directory with config.json, or checkpoints/step-N below it)")
 
 
 def sample(path: Path, args: argparse.Namespace) -> str:
@@ -59,13 +46,16 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary, whole
+    from shoal.model import boundary, stages, whole
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    model: Any
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
+        if (path / "adapter_config.json").is_file():
+            model = stages.whole(saved.adapted(path, args.base), str(path), args.device)
+        elif json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
             model = whole.load(path).to(args.device)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
@@ -96,16 +86,3 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--temperature {args.temperature}: must be 0 or more; try 0.8")
     if args.top_k < 0:
         raise ValueError(f"--top-k {args.top_k}: must be 0 or more")
-
-
-def _steps(parent: Path) -> list[Path]:
-    """Whole checkpoints below `parent`: one that is still being written has no config.json under its name yet."""
-    if not parent.is_dir():
-        return []
-    return [child for child in parent.iterdir() if _STEP.fullmatch(child.name) and (child / "config.json").is_file()]
-
-
-def _step(path: Path) -> int:
-    match = _STEP.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal import units
+from shoal import guest, units
 from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
@@ -22,6 +21,7 @@ from shoal.launcher.invites import Issued, Office, distribute
 from shoal.transport.identity.invite import PEERS, Authority
 from shoal.transport.identity.passes import MAX_PEERS, date
 
+DIGEST_CHARS = 32  # of the data's SHA-256 in an invite: nobody finds other data that begin like this
 DISTRIBUTE_S = 20.0  # for the peers of a run to receive a new list
 
 
@@ -88,21 +88,18 @@ class Founded:
         self.directory = directory
         self.office = Office(directory, _authority(directory))
         self.config = configuration.load(directory / "config.toml")
+        self.via = tuple(via)
         self.addresses = (*via, *msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...]))[:32]
 
     def invite(self, lifetime_s: float, peers: int, title: str, renews: bool) -> str:
-        from shoal import build
-
         if not self.addresses:
             raise ValueError(
                 f"{self.directory}: none of the run's peers listens (any more); start it with: shoal run CONFIG"
             )
         reach.refuse_private(self.config, self.addresses)
-        shared = build.shared(self._with_digest())
-        name = self.config.run.name
-        return self.office.issue(
-            self.addresses, lifetime_s, name, shared, peers=peers, title=title[:100], renews=renews
-        )
+        shared = guest.shared(self._with_digest())
+        name, addresses = self.config.run.name, reach.few(self.addresses, self.via)
+        return self.office.issue(addresses, lifetime_s, name, shared, peers=peers, title=title[:100], renews=renews)
 
     def distribute(self, data: bytes) -> None:
         """Send the list to the run's peers, and print how many have received it."""
@@ -131,7 +128,7 @@ class Founded:
         config = self.config
         if config.device.executor == "emulated":
             return config
-        data = msgspec.structs.replace(config.data, digest=build.data(config).digest)
+        data = msgspec.structs.replace(config.data, digest=build.data(config).digest[:DIGEST_CHARS])
         return msgspec.structs.replace(config, data=data)  # so that no machine trains on other text
 
 
@@ -139,10 +136,8 @@ def hand_over(text: str, out: str | None) -> None:
     if out is None:
         print(text)
         return
-    with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        os.fchmod(file.fileno(), 0o600)  # also where there was one
-        file.write(text + "\n")
-    print(f"wrote {out}; on the other machine: shoal join --invite-file {out}")
+    reach.write_secret(Path(out), text)
+    print(f"wrote {out}; on the other machine: shoal join @{out}")
 
 
 def here(directory: Path) -> tuple[Peer, ...]:

@@ -2,7 +2,7 @@
 
 The same watching and the same directory as `shoal run` (cli/run.py), for a guest: Ctrl-C lets the peers leave at the end of the
 step or within 20 s, and the account is the host's to make. An invite is a secret, and every user of a machine sees the arguments of
-its programs: so it may also come by a file, by standard input or by the environment. It names no file of this machine: --files DIR
+its programs: so it better comes by a file, by standard input or by the environment. It names no file of this machine: --files DIR
 says what the run may read, or settings name things one by one (guest.py).
 """
 
@@ -10,32 +10,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal import guest
-from shoal.launcher import checkpoints, preflight, reach, rundir
-from shoal.launcher.launch import INVITE_VARIABLE
-from shoal.launcher.launcher import Launcher, RunRequest
-from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX, read_invite
-from shoal.transport.identity.passes import date
-
-HOW = f"name it as `--invite-file FILE`, `-` (standard input), {INVITE_VARIABLE} in the environment, or as it is (then `ps` shows it)"
+from shoal.launcher.invite_text import INVITE_VARIABLE, invite_text, without_invite
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="INVITE | a.b=c",
-        help=f"the text that `shoal invite` printed, or - to read it from standard input; else --invite-file or {INVITE_VARIABLE}. "
-        "As an argument it shows in `ps`. Then this machine's own settings, such as network.host",
+        metavar="@FILE | - | INVITE | a.b=c",
+        help=f"the file with the invite, - to paste it or pipe it in, or its text, which then shows in `ps`; else {INVITE_VARIABLE}."
+        " Then this machine's own settings, such as network.host",
     )
-    parser.add_argument("--invite-file", metavar="FILE", help="read the invite from this file")
     parser.add_argument(
         "--files",
         type=Path,
@@ -47,11 +37,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
+    text, settings = invite_text(args.words), without_invite(args.words)
 
-    texts = [word for word in args.words if "=" not in word or word.startswith(PREFIX)]
-    text = invite_text(texts, args.invite_file)
+    from shoal import guest
+    from shoal.launcher import checkpoints, preflight, reach, rundir
+    from shoal.launcher.launcher import Launcher, RunRequest
+    from shoal.transport.identity.invite import read_invite
+    from shoal.transport.identity.passes import date
+
     invite = read_invite(text, 0.0)
-    settings = [word for word in args.words if word not in texts]
     config = guest.joined(invite.config, settings, args.files)
     preflight.refuse(
         [
@@ -69,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
         rundir.set_aside(directory, but=checkpoints.kept(config, invite.run))
-        again = ["shoal", "join", "--invite-file", str(reach.keep(directory, text)), *settings]
+        again = ["shoal", "join", f"@{reach.keep(directory, text)}", *settings]
         again += [
             *(["--files", str(args.files)] if args.files else []),
             *(["--peers", str(args.peers)] * (args.peers > 1)),
@@ -91,21 +85,3 @@ def _too_many(peers: int, most: int) -> Iterator[str]:
         yield f"--peers {peers}: at least one takes part"
     if peers > most:
         yield f"--peers {peers}: this invite is for {most} at a time; ask for one with more"
-
-
-def invite_text(texts: list[str], file: str | None) -> str:
-    """The invite's text, wherever it was put. ValueError: nowhere, or in several places."""
-    ways = [*texts, *(["--invite-file"] if file else [])]
-    if len(ways) > 1:
-        raise ValueError(f"one invite, not {len(ways)}: {HOW}")
-    if file:
-        path = Path(file)
-        if os.name == "posix" and path.stat().st_mode & 0o077:
-            print(f"warning: others can read the invite in {path}; chmod 600 {path}", file=sys.stderr)
-        return path.read_text(encoding="utf-8", errors="replace")[: MAX_INVITE_CHARS + 100]
-    if texts == ["-"]:
-        return sys.stdin.read(MAX_INVITE_CHARS + 100)
-    text = texts[0] if texts else os.environ.get(INVITE_VARIABLE, "")
-    if not text:
-        raise ValueError(f"no invite: {HOW}")
-    return text

@@ -7,8 +7,8 @@ none of them), with two functions:
     main(args: argparse.Namespace) -> int                  does it; the result is the exit code
 
 Heavy imports (torch, transformers, hivemind) belong inside `main`. What the user can mend is raised as ValueError, or
-is an OSError that names a file: one line, or a list of them, exit code 2. Ctrl-C is exit code 130. Anything else is our mistake and is
-shown in full.
+is an OSError that names a file: one line, or a list of them. Anything else is our mistake and is shown in full. exit_codes.py has the
+codes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from shoal.escaping import listed
+from shoal.exit_codes import ExitCode
 
 COMMANDS = {
+    "demo": "train a small model with six local peers; nothing to download, no files needed",
     "run": "train: start local peers from a configuration and show their progress",
     "train": "train a whole model on this machine alone, even one larger than its device's memory",
     "config": "print the whole effective configuration, each setting described",
     "init": "write a configuration file to edit",
+    "doctor": "check whether this machine is fit to take part, and in the run of an invite; say what to do",
     "invite": "make a signed, expiring invite to a run; list and renew them",
     "revoke": "revoke an invite or a peer of a run",
     "join": "take part in a run with an invite",
     "status": "show the state of a run",
+    "watch": "show a run as a live page in the browser, and its metrics to Prometheus",
+    "export": "write a run's adapters for PEFT, or merged into their base model",
     "generate": "sample text from a checkpoint",
     "probe": "measure this machine, or the links between the peers of a run, for `shoal plan`",
     "plan": "choose how to run a model on given machines; predict its speed and what limits it",
@@ -37,9 +43,8 @@ COMMANDS = {
     "recover": "let the survivors continue when most peers of a run are lost for good",
     "simulate": "simulate a whole swarm and its faults in virtual time",
     "replay": "repeat every decision of a recorded run from its trace and compare",
+    "completion": "print the completion script of a shell",
 }
-USER_ERROR = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,32 +54,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _call(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe (head, less) has closed it: nothing can be printed
         sys.stderr.close()
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except (ValueError, OSError) as error:
         if "--traceback" in words:
             raise
         print(f"shoal: {listed(error)}", file=sys.stderr)
-        return USER_ERROR
+        return ExitCode.USER_ERROR
 
 
 def _call(words: list[str]) -> int:
-    parser = _parser()
     name = next((word for word in words if not word.startswith("-")), None)
     if name not in COMMANDS:
+        parser = _parser()
         parser.parse_args(words)  # prints help, the version or what is wrong, and leaves
         parser.print_help()
-        return USER_ERROR
+        return ExitCode.USER_ERROR
     words.remove(name)
-    module = importlib.import_module(f"shoal.cli.{name}")
-    command = argparse.ArgumentParser(f"shoal {name}", description=COMMANDS[name])
-    command.add_argument("--traceback", action="store_true", help="show where an error came from")
-    module.arguments(command)
+    module = command(name)
+    parser = argparse.ArgumentParser(f"shoal {name}", description=COMMANDS[name])
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    module.arguments(parser)
     # Settings (a.b=c) and options may come in any order, as in `shoal run my.toml --resume run.steps=5`.
-    code: int = module.main(command.parse_intermixed_args(words))
+    code: int = module.main(parser.parse_intermixed_args(words))
     return code
+
+
+def command(name: str) -> ModuleType:
+    return importlib.import_module(f"shoal.cli.{name}")
 
 
 def _parser() -> argparse.ArgumentParser:

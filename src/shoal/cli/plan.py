@@ -28,6 +28,7 @@ from shoal import config
 from shoal.cli.config import configured, load
 from shoal.dashboard import plan_report
 from shoal.escaping import describe
+from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight
 from shoal.launcher.planning import replanning
 from shoal.launcher.planning.problem import problem_of
@@ -196,7 +197,7 @@ def _replan(args: argparse.Namespace, problem: Problem) -> int:
         plan.save(verdict.plan, args.out)
     if args.out and not args.json:
         print(f"to change over: stop the run, then `shoal run CONFIG --plan {args.out} --resume`")
-    return replanning.CHANGE_OVER
+    return ExitCode.CHANGE_OVER
 
 
 def _check(given: plan.Plan, problem: Problem) -> int:
@@ -206,7 +207,7 @@ def _check(given: plan.Plan, problem: Problem) -> int:
         print(problem_text)
     if not problems:
         print(f"the plan can run: {len(given.stages)} stages, {sum(len(stage.peers) for stage in given.stages)} peers")
-    return 1 if problems else 0
+    return ExitCode.FAILED if problems else ExitCode.OK
 
 
 def _dtfm(args: argparse.Namespace) -> int:

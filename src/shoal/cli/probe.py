@@ -26,7 +26,7 @@ from shoal import units
 from shoal.cli.config import divided
 from shoal.config import Config
 from shoal.escaping import escaped
-from shoal.launcher import devices
+from shoal.launcher import devices, reach
 from shoal.planner.inputs import measured
 from shoal.planner.inputs.cluster import Device
 
@@ -53,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run",
         metavar="INVITE",
-        help="measure the links between the peers of that run instead; - reads the invite from standard input, since `ps` shows arguments",
+        help="measure the links between the peers of that run instead; @FILE or - (standard input) keeps the invite out of `ps`",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="the file to write; default device.toml, or cluster.toml with --run"
@@ -145,9 +145,10 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
         host_memory_bytes=memory[1],
         host_Bps=link,
         disk_Bps=min(written, read),
-        basis=f"measured: {shape}",
+        cards=config.device.count,
+        basis=f"measured: {shape}" + (" on one card" if config.device.count > 1 else ""),
     )
-    return measured_device, notes
+    return measured_device.together(), notes
 
 
 def _flops(value: float) -> str:
@@ -159,7 +160,7 @@ def _flops(value: float) -> str:
 
 async def _links(args: argparse.Namespace) -> int:
     from shoal import build, guest
-    from shoal.cli.join import invite_text
+    from shoal.launcher.invite_text import invite_text
     from shoal.runtime.measure import MOST_BYTES, Meter, survey
     from shoal.transport.base import Incoming
     from shoal.transport.identity.invite import read_invite
@@ -169,7 +170,7 @@ async def _links(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--most {args.most!r}: 1 B to {units.size(MOST_BYTES)}, which a peer answers at most; try '16 MB'"
         )
-    invite = read_invite(invite_text([args.run], None), 0.0)
+    invite = read_invite(invite_text([args.run]), 0.0)
     settings = [word for word in args.words if "=" in word]
     config = guest.visitor(invite.config, settings)
     async with build.operator(config, invite) as (transport, directory):
@@ -201,24 +202,14 @@ async def _links(args: argparse.Namespace) -> int:
 
 async def _discover(directory: Directory, me: str, wanted: int | None) -> list[str]:
     """The run's peers, once no more of them turn up."""
-    names: list[str] = []
-    began = still = time.monotonic()
-    while True:
-        seen = sorted({record.peer for record in await directory.peers()} - {me} | set(names))
-        now = time.monotonic()
-        if seen != names:
-            names, still = seen, now
-        if wanted is not None and len(names) >= wanted:
-            return names
-        if wanted is None and len(names) > 1 and now - still > STILL_S:
-            return names
-        if now - began > LOOK_S:
-            need = wanted or 2
-            raise ValueError(
-                f"{len(names)} of {need} peers found within {LOOK_S:.0f} s; is the run up (shoal status), and does"
-                " network.host name an address of this machine that its peers can reach?"
-            )
-        await asyncio.sleep(0.5)
+    need = wanted or 2
+    names = [record.peer for record in await reach.discovered(directory, {me}, LOOK_S, STILL_S, need)]
+    if len(names) < need:
+        raise ValueError(
+            f"{len(names)} of {need} peers found within {LOOK_S:.0f} s; is the run up (shoal status), and does"
+            " network.host name an address of this machine that its peers can reach?"
+        )
+    return names
 
 
 def _cluster(results: Survey, title: str) -> str:

@@ -20,6 +20,7 @@ from shoal.config import Config, microbatches
 from shoal.core.consensus.override import Refusal, decide
 from shoal.core.messages import Override, Peer, Standing, StandingRequest, View
 from shoal.escaping import escaped
+from shoal.exit_codes import ExitCode
 from shoal.launcher import checkpoints, process, rundir
 from shoal.launcher.invites import Office
 from shoal.runtime.records.report import replace
@@ -76,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
                 return 0
             override = authority.override(view, term)
             replace(directory / OVERRIDE, msgspec.json.encode(override))  # first: two sides are never chosen
-            return 0 if await desk.send_override(override) else 1
+            return 0 if await desk.send_override(override) else ExitCode.FAILED
 
     return asyncio.run(recover())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shoal import trace
 from shoal.escaping import escaped_lines
+from shoal.exit_codes import ExitCode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,4 +35,4 @@ def main(args: argparse.Namespace) -> int:
         print(f"identical: {counted}")
         return 0
     print(escaped_lines(f"{replayed.differing:,} differing: {counted}\nfirst: {replayed.first}"))
-    return 1
+    return ExitCode.FAILED

@@ -23,6 +23,7 @@ from shoal.launcher import checkpoints, preflight, rundir
 from shoal.launcher.launcher import Launcher, RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
+from shoal.launcher.watching import page
 from shoal.launcher.watching.watch import Resumed
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
@@ -31,6 +32,11 @@ from shoal.planner.strategy.plan import Plan
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
+    options(parser)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """All but the configuration, which `shoal demo` brings along."""
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
     parser.add_argument(
         "--kill-every", type=float, metavar="S", help="SIGKILL a random peer every S seconds; another joins"
@@ -60,6 +66,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", metavar="T", help="end the run after that time, such as '8 h', with a checkpoint and exit code 75"
     )
+    parser.add_argument(
+        "--page", action="store_true", help="show the run in the browser while it lasts, as `shoal watch` does"
+    )
     parser.add_argument("--adopt", action="store_true", help=checkpoints.ADOPT)
 
 
@@ -71,6 +80,8 @@ def main(args: argparse.Namespace) -> int:
     here = config.run.peers if args.here is None else args.here
     local = cluster is None  # a rehearsal's peers have loopback addresses of their own
     address = preflight.address(config, config.network.port) if local else []
+    if args.page:
+        page.require()
     preflight.refuse([*_options(args, config.run.peers, here), *preflight.machine(config), *address])
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
@@ -94,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
             cluster=cluster,
             kill_every_s=args.kill_every,
             command=shlex.join(["shoal", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"]),
+            page=args.page,
             time_s=units.parse(args.time, "_s") if args.time else None,
         )
         return asyncio.run(Launcher(job).run())

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal import config as configuration
-from shoal.cli.main import INTERRUPTED
 from shoal.config import Config
 from shoal.dashboard import plot
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
+from shoal.exit_codes import ExitCode
 from shoal.launcher import checkpoints, devices, preflight, rundir
 from shoal.launcher.output_files import OutputFiles
 from shoal.launcher.watching.watch import Resumed, RunMonitor
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 SHOW_S = 1.0  # between two looks at how far a step is
 ALONE = ("run.stages=1", "run.peers=1")
-FAILED = 1
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +110,7 @@ class LocalTraining:
         self.config, self.directory, self.watch, self.alone = config, directory, watch, alone
         self.stopped = False
         self._output = OutputFiles(directory, self._warn)
+        self._log = StepLog(config, directory, self._warn, tuple(watch.resumed.steps))
         self._shown_s = self._written_s = float("-inf")
 
     def run(self) -> int:
@@ -117,7 +118,8 @@ class LocalTraining:
 
         replace(self.directory / "config.toml", configuration.text(self.config).encode())
         early = ""
-        with Terminal() as terminal, _asked_to_stop(self), contextlib.closing(self._output):
+        closing = contextlib.closing
+        with Terminal() as terminal, _asked_to_stop(self), closing(self._output), closing(self._log):
             try:
                 while self.alone.done < self.config.run.steps and not self.stopped:
                     self._step(terminal)
@@ -142,6 +144,7 @@ class LocalTraining:
         step = self.watch.hear("local", Agreed(time.monotonic(), view), time.monotonic())
         assert step is not None
         self._output.commit(step)
+        self._log.add(step)
         if self.config.train.staleness and self.alone.done < self.config.run.steps:
             self.watch.books.overlapped.add(step.commit.step)  # it is applied while the next one is computed
         self._show(terminal)
@@ -156,6 +159,7 @@ class LocalTraining:
         terminal.show(snapshot)
         if now - self._written_s >= SHOW_S:
             self._written_s = now
+            self._log.flush(snapshot)
             snapshot = msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses))
             self._output.put("status.json", escaped_json(msgspec.json.encode(snapshot)))
 
@@ -184,8 +188,8 @@ class LocalTraining:
         written = rundir.conclude(self.directory, summary, self.config.run.name)
         print(f"all of it is in {self.directory}")
         if not early and written:
-            return 0
-        return INTERRUPTED if self.stopped else FAILED
+            return ExitCode.OK
+        return ExitCode.INTERRUPTED if self.stopped else ExitCode.FAILED
 
 
 @contextmanager

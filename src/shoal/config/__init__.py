@@ -7,7 +7,7 @@ follows from several. Why they do not stand in their owners' packages: docs/desi
 
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
-from shoal.config.derived import ROUND_COPIES, local_batch, narrow_store, settings, slices
+from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices, tokens_per_step
 from shoal.config.device import Device
 from shoal.config.model import Model
 from shoal.config.network import Network
@@ -17,6 +17,7 @@ from shoal.config.reading import from_tree, load, overridden, validate
 from shoal.config.run import Run
 from shoal.config.train import Train, microbatches
 from shoal.config.tree import Config, to_tree
+from shoal.config.tune import Tune
 
 __all__ = [
     "ROUND_COPIES",
@@ -29,9 +30,11 @@ __all__ = [
     "Plan",
     "Run",
     "Train",
+    "Tune",
     "from_tree",
     "load",
     "local_batch",
+    "masked",
     "microbatches",
     "narrow_store",
     "overridden",
@@ -40,5 +43,6 @@ __all__ = [
     "slices",
     "text",
     "to_tree",
+    "tokens_per_step",
     "validate",
 ]

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from shoal.config.plan import Plan
 from shoal.config.section import Section, without_effect
+from shoal.config.train import Train
 
 _PATH_OF = {"text": "file, directory or glob", "jsonl": "file, directory or glob", "huggingface": "data set"}
 
@@ -23,9 +25,35 @@ class Data(Section, frozen=True):
         str,
         Meta(description="This names the file, directory or glob of text and jsonl, or the data set of huggingface."),
     ] = ""
-    field: Annotated[str, Meta(description="The text stands in this field of a JSON line or column of a data set.")] = (
-        "text"
-    )
+    format: Annotated[
+        Literal["text", "chat", "prompt"],
+        Meta(
+            description="Rows are text, chats whose loss counts the assistant's tokens alone, or prompts whose completion counts."
+        ),
+    ] = "text"
+    field: Annotated[
+        str,
+        Meta(
+            description='The text or chat stands in this field of a JSON line or column of a data set; "" is text or messages.'
+        ),
+    ] = ""
+    packing: Annotated[
+        bool,
+        Meta(description="A sample holds as many whole chats or prompts as fit in it, in order, and not just one."),
+    ] = False
+    wrong_rows: Annotated[
+        Literal["refuse", "skip"],
+        Meta(
+            description="A row that cannot be trained on ends the run before it starts, or is skipped with a warning."
+        ),
+    ] = "refuse"
+    weights: Annotated[
+        dict[str, Annotated[float, Meta(gt=0, le=1e6)]],
+        Meta(
+            description="Samples come in these proportions from the files below these names in data.path, such as {chats = 3, code = 1};"
+            " {} is all files as one corpus."
+        ),
+    ] = {}
     split: Annotated[str, Meta(description="This split of a Hugging Face data set is read.")] = "train"
     tokenizer: Annotated[
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
@@ -41,12 +69,42 @@ class Data(Section, frozen=True):
         str, Meta(description="Files are read only below this directory; `shoal join --files` sets it.")
     ] = ""
     digest: Annotated[
-        str, Meta(description='The data must have this SHA-256, or may be anything for ""; an invite sets it.')
+        str,
+        Meta(description='The data must have a SHA-256 that begins so, or may be anything for ""; an invite sets it.'),
     ] = ""
 
 
-def problems(data: Data) -> Iterator[str]:
+def field_of(data: Data) -> str:
+    """The field that a row is read from."""
+    return data.field or ("messages" if data.format == "chat" else "text")
+
+
+def problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
     if data.source != "python" and not data.path:
         yield f"data.path is empty, but data.source = {data.source!r} reads it; name a {_PATH_OF[data.source]}"
+    if data.weights and data.source not in ("text", "jsonl"):
+        yield f"data.weights names files, and data.source = {data.source!r} has none to choose from; try data.weights={{}}"
+    if data.format == "text":
+        yield from without_effect(data, "data", ["packing"], "text is always packed")
+    else:
+        yield from _row_problems(data, train, plan)
     ignored = {"python": ["path", "field", "split"], "text": ["field", "split"], "jsonl": ["split"], "huggingface": []}
     yield from without_effect(data, "data", ignored[data.source], f"data.source = {data.source!r} does not read it")
+
+
+def _row_problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
+    """Of formats whose rows are more than text."""
+    what = f"data.format = {data.format!r}"
+    if data.source not in ("jsonl", "huggingface"):
+        yield f"{what} reads rows, and data.source = {data.source!r} has none; try data.source=jsonl"
+    if data.format == "chat" and data.tokenizer == "bytes":
+        yield f"{what} needs a tokenizer with a chat template; set data.tokenizer to a Hugging Face tokenizer"
+    if data.format == "prompt":
+        yield from without_effect(data, "data", ["field"], f"{what} reads the fields prompt and completion")
+    if data.packing and data.source == "huggingface":
+        yield "data.packing = true reads whole files, and data.source = 'huggingface' is streamed; try data.packing=false"
+    if train.local_steps > 1 or "local_steps" in plan.allow:
+        yield (
+            f"{what} counts some tokens only, and the mean over those of all peers is not known in local steps;"
+            " try train.local_steps=1 and no local_steps in plan.allow"
+        )

@@ -20,9 +20,19 @@ def local_batch(config: Config) -> int:
     return train.local_sequences(config.train, config.run)
 
 
+def tokens_per_step(config: Config) -> int:
+    """Tokens of one step, all peers together."""
+    return config.train.batch * config.train.local_steps * config.data.sequence
+
+
 def slices(config: Config) -> int:
     """Parts of a microbatch that are on the device one after another."""
     return device.slices(config.device, config.train)
+
+
+def masked(config: Config) -> bool:
+    """Whether the loss of some tokens does not count."""
+    return config.data.format != "text"
 
 
 def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int) -> str:
@@ -71,4 +81,5 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seats=tuple(run.placement.values()),
         routes=run.routes,
         line_rates=run.line_rates,
+        tokens=train.microbatch * config.data.sequence if masked(config) else 0,
     )

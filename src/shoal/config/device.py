@@ -14,7 +14,7 @@ from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, wi
 from shoal.config.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
-_REAL = ("memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32", "compile")
+_REAL = ("count", "memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32", "compile")
 
 
 class Device(Section, frozen=True):
@@ -27,6 +27,14 @@ class Device(Section, frozen=True):
             " machine's accelerator, or cpu where there is none."
         ),
     ] = "auto"
+    count: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="The stage is shared out among this many devices of that kind (FSDP2), each with its rows of a microbatch.",
+        ),
+    ] = 1
     executor: Annotated[
         Literal["resident", "swapping", "emulated"],
         Meta(
@@ -39,7 +47,7 @@ class Device(Section, frozen=True):
         Meta(
             ge=0,
             le=MOST_BYTES,
-            description="The stage takes at most this much device memory; 0 is what a card has free when it is built.",
+            description="The stage takes at most this much memory of each device; 0 is what a card has free when it is built.",
         ),
     ] = 0
     host_bytes: Annotated[
@@ -130,6 +138,8 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
         near_names = difflib.get_close_matches(device.machine, names, n=1) or names[:6]
         advice = " or ".join(near_names) if near_names else "device.machine="
         yield f"device.machine = {device.machine!r} is no machine of run.placement; try {advice}"
+    if device.count > 1 and device.executor != "emulated":
+        yield from _sharded_problems(device, train)
     if device.compile and device.executor == "swapping":
         yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
     if device.executor == "emulated":
@@ -140,3 +150,27 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
     else:
         why = f"device.executor = {device.executor!r} computes a real model"
         yield from without_effect(device, "device", _EMULATED, why)
+
+
+def _sharded_problems(device: Device, train: Train) -> Iterator[str]:
+    """What executor/shards does not do."""
+    where = f"device.count = {device.count}"
+    if device.executor != "resident":
+        yield f"{where} with device.executor = {device.executor!r}; only a resident stage is shared out: try device.count=1"
+    if ":" in device.kind or device.kind == "mps":
+        yield (
+            f"{where} with device.kind = {device.kind!r}, which is one device; try device.kind={device.kind.partition(':')[0]}"
+            + (" and device.count=1" if device.kind == "mps" else "")
+        )
+    if train.microbatch % device.count:
+        yield f"{where} does not divide train.microbatch = {train.microbatch}; each device computes as many sequences"
+    without = {
+        "device.compile = true": device.compile,
+        f"device.sequences = {device.sequences}": device.sequences,
+        f"device.kept_activations = {device.kept_activations}": device.kept_activations > 0,
+        f"train.staleness = {train.staleness}": train.staleness,
+        f"train.local_steps = {train.local_steps}": train.local_steps > 1,
+        f"train.moments = {train.moments!r}": train.moments != "float32",
+    }
+    for setting in (setting for setting, is_set in without.items() if is_set):
+        yield f"{where} with {setting}, which a stage over several devices cannot do; leave one of them out"

@@ -56,7 +56,8 @@ class Model(Section, frozen=True):
         Meta(description="Layers of this kind at the cuts, trained with the model, make boundary tensors narrower."),
     ] = "none"
     extra: Annotated[
-        dict[str, Plain], Meta(description="These further fields of the Hugging Face configuration are passed on.")
+        dict[str, Plain | dict[str, Plain]],
+        Meta(description="These further fields of the Hugging Face configuration are passed on."),
     ] = {}
 
 

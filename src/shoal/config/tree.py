@@ -7,16 +7,18 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import checkpoint, data, device, model, network, run, train
+from shoal.config import checkpoint, data, device, model, network, run, train, tune
 from shoal.config.checkpoint import Checkpoint
 from shoal.config.data import Data
 from shoal.config.device import Device
+from shoal.config.log import Log
 from shoal.config.model import Model
 from shoal.config.network import Network
 from shoal.config.plan import Plan
 from shoal.config.run import Run
 from shoal.config.section import Section
 from shoal.config.train import Train
+from shoal.config.tune import Tune
 
 
 class Config(Section, frozen=True):
@@ -26,18 +28,21 @@ class Config(Section, frozen=True):
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()
+    tune: Tune = Tune()
     network: Network = Network()
     device: Device = Device()
     checkpoint: Checkpoint = Checkpoint()
     plan: Plan = Plan()
+    log: Log = Log()
 
 
 def problems(config: Config) -> Iterator[str]:
     """Which settings do not fit together, in words. Bounds of single settings are checked before (reading.py)."""
     yield from model.problems(config.model, config.run, config.data, config.device)
     yield from run.problems(config.run)
-    yield from data.problems(config.data)
+    yield from data.problems(config.data, config.train, config.plan)
     yield from train.problems(config.train, config.run, config.plan)
+    yield from tune.problems(config.tune, config.model, config.train, config.device)
     yield from device.problems(config.device, config.run, config.train)
     yield from network.problems(config.network, config.model, config.train, config.data, config.device)
     yield from checkpoint.problems(config.checkpoint)

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 22  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 23  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -105,8 +105,8 @@ class Committed(Value, frozen=True):
 
     step: Count
     round: Count
-    norm: float  # Euclidean norm of the whole model's averaged gradient
-    loss: float  # mean over the step's microbatches
+    norm: float  # Euclidean norm of the whole model's averaged gradient, multiplied by Settings.scale
+    loss: float  # mean over the step's counted tokens
     digests: tuple[Digest, ...]  # of each stage's reduced gradient
     groups: tuple[tuple[Share, ...], ...]  # one per stage
     save: bool = False  # write a checkpoint of the parameters after this step
@@ -114,6 +114,7 @@ class Committed(Value, frozen=True):
     skipped: Count = (
         0  # the step changes nothing (no groups, no loss), since a result was not finite: so many in a row by now
     )
+    counted: Count = 0  # tokens of the step whose loss counts; 0 where every token's does
 
 
 class Evicted(Value, frozen=True):
@@ -298,7 +299,8 @@ class Vote(Wire, frozen=True):
 
 class Booking(Value, frozen=True):
     index: Index
-    loss: float | None = None  # at the last stage: mean loss of the microbatch
+    loss: float | None = None  # at the last stage: mean over the microbatch's tokens, 0 for those not counted
+    counted: Count = 0  # at the last stage: its tokens whose loss counts; 0 where every token's does
 
 
 class Heartbeat(Wire, frozen=True):
@@ -956,6 +958,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     """What a task found out; fields that do not apply keep their defaults."""
 
     loss: float | None = None
+    counted: int = 0  # tokens whose loss counts, in a run where not every token's does
     digest: str = ""
     norm_sq: float = 0.0
     length: int = 0  # values in the stage's flat gradient
@@ -1125,8 +1128,8 @@ class RunForward(TaskBase, frozen=True):
 
 class RunBackward(TaskBase, frozen=True):
     """Recompute the stage on `x`, run back from `grad` (last stage: loss against the tokens), add to the step's sum,
-    write the gradient of `x` to `out` ('' at stage 0). Result: loss at the last stage. Failed leaves the sum as it
-    was."""
+    write the gradient of `x` to `out` ('' at stage 0). Result: loss and counted tokens at the last stage. Failed leaves
+    the sum as it was."""
 
     purpose = "hop"
     inputs = ("x", "grad")
@@ -1188,8 +1191,8 @@ class Gather(TaskBase, frozen=True):
 
 
 class Apply(TaskBase, frozen=True):
-    """Clip round `round`'s reduced gradient by the whole model's `norm`, one optimizer step, empty the step's sum; parameters
-    are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters.
+    """Multiply round `round`'s reduced gradient by `scale`, clip it by the whole model's `norm`, one optimizer step, empty the
+    step's sum; parameters are now those of step + 1. With `save`, keep a copy for RunSave. Result: digest of the parameters.
 
     With delayed updates hops of step + 1 go on before and after with the parameters of `step`, which stay until the next."""
 
@@ -1199,6 +1202,7 @@ class Apply(TaskBase, frozen=True):
     norm: float
     save: bool
     skip: bool = False  # the parameters stay: only their version advances
+    scale: float = 1.0
 
 
 class Reset(TaskBase, frozen=True):
@@ -1361,8 +1365,13 @@ class Settings(msgspec.Struct, frozen=True):
     home: bool = (
         False  # owners run what they can themselves: with one stage nothing but tokens could be gained elsewhere
     )
+    tokens: int = 0  # of a microbatch, where not every token's loss counts; 0: it does
     seat: int = -1  # of this peer in the plan
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
     answers: KnownAnswers = KnownAnswers()  # of this machine
+
+    def scale(self, counted: int) -> float:
+        """What makes a mean over all tokens of a step the mean over its `counted` ones."""
+        return self.tokens * self.microbatches / counted if counted else 1.0

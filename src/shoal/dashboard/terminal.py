@@ -51,6 +51,10 @@ class PeerLine(msgspec.Struct, frozen=True):
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
     kept: StoredBytes = StoredBytes()
+    silent_s: float = 0.0  # since its process reported; of one that has ended: since then
+    ended: str = ""  # "left": in good order; "gone": it died or was killed
+    slow: str = ""  # why it is called slow
+    join_s: float = 0.0  # from its start until it was ready; 0: not known, or not yet
     machine: str = ""  # another machine's peer: its address; its rate and bytes are not known here
 
 
@@ -83,10 +87,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     issued: int = 0
     committed: int = 0
     redone: int = 0
+    counted_twice: int = 0
+    lost: int = 0  # microbatches of committed steps that a stage lacks
     undone: int = 0  # microbatches, by going back to a checkpoint
+    skipped: int = 0  # of those committed, in steps that changed nothing
+    joined: int = 0  # peers, while it ran
     recovered: int = 0  # times gone back
     staleness: int = 0  # run's train.staleness
     peers: tuple[PeerLine, ...] = ()
+    ended: tuple[PeerLine, ...] = ()  # this machine's peers that have ended lately, the newest first
     sent: Traffic = Traffic()  # by all peers, former ones included
     unsaved: str = ""  # the checkpoint that could not be saved, since when and why
     happenings: tuple[Happening, ...] = ()  # oldest first; the last few dozen are enough
@@ -95,6 +104,21 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     def remaining_s(self) -> float | None:
         """Estimated seconds to the end, from the pace of recent commits; None: unknown."""
         return (self.steps - self.step) * self.step_s if self.step_s > 0 else None
+
+    @property
+    def stage_rates(self) -> tuple[float, ...]:
+        """Microbatches per second that the ready peers of each stage pass when busy."""
+        rates = [0.0] * self.stages
+        for peer in self.peers:
+            if peer.ready and peer.stage is not None and peer.stage < self.stages:
+                rates[peer.stage] += peer.rate
+        return tuple(rates)
+
+    @property
+    def bottleneck(self) -> int | None:
+        """The stage with the least rate; None: a stage's rate is not known, or there is only one."""
+        rates, unknown = self.stage_rates, any(peer.machine for peer in self.peers)
+        return rates.index(min(rates)) if self.stages > 1 and not unknown and min(rates) > 0 else None
 
 
 class Terminal:

@@ -28,6 +28,13 @@ def check(config: Config) -> None:
 
 def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
     """The executor of stage `stage`, with weights from directory `source`, else `model.path`, else the seed."""
+    if config.device.count > 1:
+        check_device(config)
+        from shoal.executor import fit
+        from shoal.executor.shards.sharded import Sharded
+
+        fit.check_host(config, stage)
+        return Sharded(config, stage, source)
     if config.train.local_steps > 1:
         from shoal.executor.local import LocalSteps
 

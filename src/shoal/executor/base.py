@@ -29,12 +29,21 @@ class NotFinite(ValueError):
     """A result holds an infinity or NaN; the sum is unchanged."""
 
 
+class DeviceLost(RuntimeError):
+    """The executor cannot go on, and its peer ends with it."""
+
+
 class Executor(Protocol):
     """One stage on one device. Arguments may be on any device; results are on the executor's.
 
     To save device memory a microbatch runs in slices of `device.sequences` sequences, one after another."""
 
     length: int  # values in `sum`
+
+    @property
+    def base(self) -> str:
+        """Digest of the weights that are not trained, the same at every replica; '' if there are none."""
+        ...
 
     @property
     def sum(self) -> Tensor:
@@ -49,8 +58,9 @@ class Executor(Protocol):
         """Run the stage on `x` again, or use the activations that `forward` kept of the same bits; differentiate from `grad` (last
         stage: from the loss against `tokens` (B, L+1)); add to `sum`.
 
-        Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage). The loss is divided
-        by the microbatches of a step, so that a step's sum is the gradient of the batch's mean. A ValueError, NotFinite included,
+        Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage), which is 0 for
+        tokens that do not count. The loss is divided by the microbatches of a step, so that a step's sum is the gradient of the
+        batch's mean. A ValueError, NotFinite included,
         leaves `sum` unchanged."""
         ...
 
@@ -62,8 +72,9 @@ class Executor(Protocol):
         """This replica's input to a round: a copy of values `start` up to `stop` of (length,) fp32, on the CPU."""
         ...
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        """Optimizer step number `step`. `reduced`: the stage's averaged gradient (length,) fp32; `norm`: of the whole model's gradient."""
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        """Optimizer step number `step`, from `scale` times `reduced`, the stage's averaged gradient (length,) fp32; `norm`: of the
+        whole model's gradient, with `scale`."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -76,7 +87,7 @@ class Executor(Protocol):
         ...
 
     def digest(self) -> str:
-        """`digest_of` the parameters in order."""
+        """`digest_of` the parameters in order, and of what is not trained."""
         ...
 
     def refresh(self) -> None:
@@ -99,8 +110,9 @@ def boundary(config: Config) -> BoundaryShape:
 
 def hidden_size(config: Config) -> int:
     """Width of the model; a model directory overrides the settings."""
-    if "hidden_size" in config.model.extra:
-        return int(config.model.extra["hidden_size"])
+    hidden = config.model.extra.get("hidden_size")
+    if isinstance(hidden, int | float):
+        return int(hidden)
     if config.model.path:
         fields = json.loads((Path(config.model.path) / "config.json").read_text())
         return int((fields["model"] if fields.get("model_type") == MODEL_TYPE else fields)["hidden_size"])
@@ -121,6 +133,10 @@ def check_device(config: Config) -> None:
     """ValueError: this machine has no such device."""
     device = device_of(config)
     count = torch.accelerator.device_count()
+    if config.device.count > max(count, 1) and config.device.kind != "cpu":
+        raise ValueError(
+            f"device.count = {config.device.count}, but PyTorch finds {count} accelerators here; try device.count={max(count, 1)}"
+        )
     accelerator = torch.accelerator.current_accelerator() if count else None
     cards = [f"{accelerator.type}:{n}" for n in range(count)] if accelerator is not None else []
     if device.type != "cpu" and (not cards or str(device) not in (*cards, cards[0].partition(":")[0])):
@@ -181,7 +197,7 @@ def out_of_memory(error: Exception) -> bool:
 def prepare_thread(config: Config) -> None:
     """For the thread that calls: its share of the cores, its card, and the rounding of products there."""
     if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+        torch.set_num_threads(max(1, config.device.threads // config.device.count))
     if config.device.executor == "emulated":
         return
     device = device_of(config)

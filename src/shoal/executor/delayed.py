@@ -39,7 +39,7 @@ class Restorable(Executor, Protocol):
         """Set the sum to an earlier `contribution`, (length,) fp32."""
         ...
 
-    def make(self, reduced: Tensor, norm: float, step: int) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         """`apply` without `refresh`: `computing` stays unchanged. May run beside hops."""
         ...
 
@@ -68,6 +68,10 @@ class Delayed:
         self._selected = 0  # the step that hops and `brought` are of
         self._sum_step = 0  # the step whose sum `inner` adds to
         self._sums: dict[int, Tensor] = {}  # of other steps, (length,) fp32
+
+    @property
+    def base(self) -> str:
+        return self._inner.base
 
     @property
     def sum(self) -> Tensor:
@@ -109,9 +113,9 @@ class Delayed:
             return self._inner.contribution(start, stop)
         return pieces.copied(self.sum[start:stop])
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         self.begin(step)
-        self.finish(reduced, norm, step)
+        self.finish(reduced, norm, step, scale)
 
     def begin(self, step: int) -> None:
         """Prepare the update from version `step`, the newest, which hops of `step` + 1 keep using. Empties the sum of `step`."""
@@ -128,13 +132,13 @@ class Delayed:
             self._sum_step = step + 1
         self._begun = self._streams.mark("compute")
 
-    def finish(self, reduced: Tensor, norm: float, step: int) -> None:
+    def finish(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         """Apply the update that `begin` prepared, on any thread. After an exception the state is void."""
         assert self._updating and step + 1 == self._version
         self._streams.wait("optimizer", self._begun)
         try:
             with self._streams.on("optimizer"):
-                self._inner.make(reduced, norm, step)
+                self._inner.make(reduced, norm, step, scale)
         finally:
             self._streams.reached(self._streams.mark("optimizer"))
             self._updating = False

@@ -20,6 +20,8 @@ from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
 class Emulated:
     """See base.Executor. `sleep` is replaced in tests."""
 
+    base = ""
+
     def __init__(self, config: Config, stage: int, sleep: Callable[[float], None] = time.sleep) -> None:
         self._first = stage == 0
         self._last = stage == config.run.stages - 1
@@ -56,12 +58,12 @@ class Emulated:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
         self.sum.copy_(contribution)
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         if tuple(reduced.shape) != (self.length,):
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)}, not ({self.length},)")
         if not math.isfinite(norm):
             raise NotFinite(f"norm = {norm}")
-        self._parameter -= reduced
+        self._parameter -= reduced * scale
 
     make = apply
 

@@ -33,7 +33,7 @@ def check_stage(config: Config, stage: int) -> None:
     """ValueError: that stage does not fit here."""
     stage_shape = check_host(config, stage)
     values, where = _values(stage_shape), _where(config, stage)
-    limit = memory_limit(config)
+    limit = memory_limit(config) * config.device.count
     if config.device.executor == "swapping":
         runner = Runner(stage_shape, config)  # refuses a family that is not made of units
         try:
@@ -50,7 +50,12 @@ def check_stage(config: Config, stage: int) -> None:
 
 def stage_bytes(stage: Stage, config: Config) -> int:
     """Device bytes of a resident stage besides its activations."""
-    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments)
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments) + frozen_bytes(stage)
+
+
+def frozen_bytes(stage: Stage) -> int:
+    """Of the weights that are not trained."""
+    return sum(value.nbytes for value in stage.frozen())
 
 
 def advice(config: Config, stage: int) -> str:

@@ -41,7 +41,7 @@ class Graphs:
             most = config.run.inflight * config.run.peers  # no more are ever between a forward and its backward
         self._stage, self._config, self._device = stage, config, base.device_of(config)
         self._most = 0 if stage.last else most  # the last stage runs no forward of its own
-        self._parameters = [value for _, value in stage.named_parameters()]
+        self._parameters = [*(value for _, value in stage.named_parameters()), *stage.frozen()]
         self._nbytes: int | None = None  # of one microbatch, measured
         limit_bytes = float("inf")
         if config.device.memory_bytes:

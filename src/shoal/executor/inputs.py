@@ -25,12 +25,15 @@ def check_input(stage: Stage, x: Tensor) -> Tensor:
     return x
 
 
-def check_tokens(stage: Stage, tokens: Tensor) -> Tensor:
-    """`tokens` unchanged. ValueError: not (B, L), or outside the vocabulary, which on a GPU would end the process."""
+def check_tokens(stage: Stage, tokens: Tensor, uncounted: bool = False) -> Tensor:
+    """`tokens` unchanged; with `uncounted` some may be ~id. ValueError: not (B, L), or outside the vocabulary, which on a GPU would
+    end the process."""
     if tokens.dim() != 2:
         raise ValueError(f"tokens {tuple(tokens.shape)} are not (B, L)")
-    if stage.vocabulary is not None and not ((tokens >= 0) & (tokens < stage.vocabulary)).all():
-        raise ValueError(f"tokens outside the vocabulary of {stage.vocabulary}")
+    if stage.vocabulary is not None:
+        least = -stage.vocabulary if uncounted else 0
+        if not ((tokens >= least) & (tokens < stage.vocabulary)).all():
+            raise ValueError(f"tokens outside the vocabulary of {stage.vocabulary}")
     return tokens
 
 
@@ -42,7 +45,7 @@ def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | No
         return
     if tokens is None:
         raise ValueError("the last stage runs back from the tokens, and there are none")
-    check_tokens(stage, tokens)
+    check_tokens(stage, tokens, uncounted=True)
     if x.shape[:2] != (tokens.shape[0], tokens.shape[1] - 1):
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from shoal.config import Config, Train, local_batch, microbatches
 from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
-from shoal.numerics.optimizer import OptimizerStep, Schedule, learning_rate, nesterov_, norm_sq
+from shoal.numerics.optimizer import OptimizerStep, Schedule, nesterov_, norm_sq
+from shoal.numerics.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class LocalSteps:
         self._booked = self._waiting = 0  # microbatches of this round; those not applied yet
 
     @property
+    def base(self) -> str:
+        return self._inner.base
+
+    @property
     def sum(self) -> Tensor:
         """Gradients since the last local step."""
         return self._inner.sum
@@ -89,8 +94,8 @@ class LocalSteps:
         here = _flat(self._inner, start, self.length if stop is None else stop)
         return torch.sub(self._start[start:stop], here, out=here).mul_(self._booked / self._of_round)
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        """The outer step. `norm` is not used: each local step was clipped by its own norm."""
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        """The outer step. `norm` is not used: each local step was clipped by its own norm. `scale` is 1: config refuses others."""
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
         if not math.isfinite(norm):

@@ -36,11 +36,11 @@ class Master:
         parts = torch.split(flat, [value.numel() for value in self.parameters])
         return [part.view(value.shape) for part, value in zip(parts, self.parameters, strict=True)]
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         if tuple(reduced.shape) != (self.length,) or reduced.dtype != torch.float32:
             raise ValueError(f"a reduced gradient {tuple(reduced.shape)} {reduced.dtype}, not ({self.length},) fp32")
         gradients = dict(zip(self._names, self.views(reduced.to(self.parameters[0].device)), strict=True))
-        self._optimizer.step_(gradients, clip_factor(norm, self._clip), *self._schedule(step))
+        self._optimizer.step_(gradients, clip_factor(norm, self._clip) * scale, *self._schedule(step))
 
     def state(self) -> dict[str, Tensor]:
         named = zip(self._names, self.parameters, strict=True)

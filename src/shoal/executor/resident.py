@@ -7,13 +7,14 @@ parameters. Gradients are added in fp32 in either case.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, NotFinite, out_of_memory
+from shoal.executor.base import DTYPES, NotFinite, digest_of, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
@@ -43,6 +44,8 @@ class Resident:
         self.sum = torch.zeros(self.length, dtype=torch.float32, device=self._device)
         self._sums = self._master.views(self.sum)
         self.graphs = Graphs(stage, config)
+        frozen = stage.frozen()
+        self.base = digest_of(value.view(torch.uint8) for value in frozen) if frozen else ""
 
     def forward(self, x: Tensor) -> Tensor:
         xs = torch.split(self._input(x), self._slice)
@@ -101,13 +104,13 @@ class Resident:
         """Set the sum to an earlier `contribution`, (length,) fp32."""
         self.sum.copy_(contribution)
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        self.make(reduced, norm, step)
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        self.make(reduced, norm, step, scale)
         self.refresh()
 
-    def make(self, reduced: Tensor, norm: float, step: int) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         """See delayed.Restorable."""
-        self._master.apply(reduced, norm, step)
+        self._master.apply(reduced, norm, step, scale)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()
@@ -117,7 +120,8 @@ class Resident:
         self.refresh()
 
     def digest(self) -> str:
-        return self._master.digest()
+        digest = self._master.digest()
+        return hashlib.sha256(f"{self.base}{digest}".encode()).hexdigest() if self.base else digest
 
     def refresh(self) -> None:
         """Round the fp32 parameters into the copies to compute with."""

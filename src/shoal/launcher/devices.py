@@ -42,9 +42,11 @@ def environment(
     """Variables of local peer `number`, from 0, of `here`. What was set by the user stays."""
     variables = {name: value for name, value in HEAP.items() if name not in inherited}
     if device.threads or "OMP_NUM_THREADS" not in inherited:
-        variables["OMP_NUM_THREADS"] = str(device.threads or max(1, cores() // here))
+        variables["OMP_NUM_THREADS"] = str(max(1, (device.threads or cores() // here) // device.count))
     if device.kind in ("auto", "cuda", "xpu"):
-        variables |= {name: cards[number % len(cards)] for name, cards in _card_lists(inherited, root).items()}
+        own = range(number * device.count, (number + 1) * device.count)
+        lists = _card_lists(inherited, root)
+        variables |= {name: ",".join(cards[each % len(cards)] for each in own) for name, cards in lists.items()}
     return variables | allocator(inherited)
 
 
@@ -69,6 +71,11 @@ def cores(root: Path = ROOT) -> int:
         return count
 
 
+def drivers(root: Path = ROOT) -> set[str]:
+    """Kinds of cards whose driver is on this machine."""
+    return {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
+
+
 def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = ROOT) -> None:
     """ValueError: the device that the user named is not there. What torch alone can find out, the peers check."""
     kind, _, number = device.kind.partition(":")
@@ -79,6 +86,10 @@ def refuse_missing(device: Device, inherited: Mapping[str, str], root: Path = RO
         if number and int(number) >= len(cards):
             raise ValueError(
                 f"device.kind = {device.kind!r}, but there are {len(cards)} cards; try device.kind={kind}:0"
+            )
+        if device.count > len(cards):
+            raise ValueError(
+                f"device.count = {device.count}, but there are {len(cards)} cards; try device.count={len(cards)}"
             )
 
 
@@ -104,14 +115,14 @@ def refuse_uncompilable(device: Device, inherited: Mapping[str, str]) -> None:
 def _refuse_unusable(device: str, kind: str, root: Path) -> None:
     """ValueError: PyTorch is not built for that kind of device, or this machine has no driver for it."""
     build = {name for name, version in _build().items() if version}
-    drivers = {name for name, files in DRIVERS.items() if any((root / file).exists() for file in files)}
-    usable = {"cuda" if name == "hip" else name for name in build & drivers} | (
+    drivers_there = drivers(root)
+    usable = {"cuda" if name == "hip" else name for name in build & drivers_there} | (
         {"mps"} if sys.platform == "darwin" else set()
     )
     version = importlib.metadata.version("torch")
     if kind not in usable:
         why = f"PyTorch {version} is built for {' and '.join(sorted(build)) or 'the CPU alone'}"
-        drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers)) or 'no card'}"
+        drivers_here = f"this machine has a driver for {' and '.join(sorted(drivers_there)) or 'no card'}"
         there = ", ".join(["cpu", *sorted(usable)])
         raise ValueError(f"device.kind = {device!r}: {why}, and {drivers_here}; there is {there}; try device.kind=auto")
 

@@ -21,7 +21,7 @@ import msgspec
 from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.runtime.records.report import replace
 from shoal.transport.base import Incoming
-from shoal.transport.identity.invite import Authority, Invite, read_invite
+from shoal.transport.identity.invite import Authority, Invite, as_text, read_invite
 from shoal.transport.identity.passes import INVITE_CHARS, MAX_GRANTS, MAX_PEERS, MAX_REVOKED, Grant, PassList
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Office:
             text = self.authority.invite((), now + lifetime_s, name, peers=MAX_PEERS, issued=now)
             self._local = read_invite(text, 0.0)
             self._add(self._local.grant, Issued(grant=b"", title="this machine", local=True))
-        return self.authority.text(msgspec.structs.replace(self._local, addresses=addresses))
+        return as_text(msgspec.structs.replace(self._local, addresses=addresses))
 
     def revoke(self, invites: Collection[str], keys: Collection[str]) -> bytes:
         """The new list. ValueError: there are too many to revoke."""

@@ -20,11 +20,11 @@ import msgspec
 from shoal.config import Device
 from shoal.escaping import escaped_lines
 from shoal.launcher import devices
+from shoal.launcher.invite_text import INVITE_VARIABLE
 from shoal.launcher.process import identify
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
-INVITE_VARIABLE = "SHOAL_INVITE"  # a peer gets its invite by its standard input, and hands nothing on to what it starts
 LOG_BYTES = 4 << 20  # of a peer's log, and once more of what was in it before
 LOGS = 64  # of peers that have ended; older ones are removed
 GOODBYE_S = 5.0  # from SIGTERM to SIGKILL

@@ -20,23 +20,25 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.core.leader.rules.removal import LEAVE_S
-from shoal.core.messages import View
+from shoal.core.messages import Peer, View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
+from shoal.exit_codes import ExitCode
 from shoal.launcher import reach, rundir
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.watching import page
 from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
-from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
@@ -50,10 +52,6 @@ RECOVER_S = 900.0  # the same, when members on other machines could go on: an op
 NO_MAJORITY = "a majority of the members has ended, so the others can agree on nothing more"
 SPARES = 3  # peers that end by themselves are replaced this many times
 SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
-
-INTERRUPTED = 130
-FAILED = 1
-OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: the time that was given is over, all is saved, the same command goes on
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +67,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None  # whose lines the peers get
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
+    page: bool = False  # in the browser, beside the terminal
     time_s: float | None = None  # after which the run is saved and ended
     command: str = ""  # that goes on with the run, or takes part again
 
@@ -84,13 +83,13 @@ class Launcher:
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step
         self.user_error = ""
-        self.interrupted = False
-        self.timed_out = False
+        self.interrupted = self.timed_out = False
         self.ending: asyncio.Task[None] | None = None  # a last checkpoint is being written
         self.spares = SPARES
         replace(job.directory / "config.toml", configuration.text(job.config).encode())
         (job.directory / FAULTS).unlink(missing_ok=True)  # of an earlier session
-        self._output = RunDirectory(job.directory, job.claim, self._warn)
+        log = StepLog(job.config, job.directory, self._warn, job.resumed.steps)
+        self._output = RunDirectory(job.directory, job.claim, self._warn, log)
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
         self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
@@ -126,14 +125,14 @@ class Launcher:
         with Terminal() as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
-                    works = (
+                    works = [
                         self._show(terminal),
                         self._start_all(),
                         self._welcome(terminal),
                         self._kill(),
                         self._keep(),
-                        self._limit(),
-                    )
+                    ]
+                    works += [self._limit(), *([page.serve(self.directory, terminal.say)] if self.job.page else [])]
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
@@ -149,7 +148,7 @@ class Launcher:
         if self._output.lost:
             self._output.close()
             print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
-            return FAILED
+            return ExitCode.FAILED
         self._output.write_status(self.watch.snapshot(time.monotonic()), float("inf"))
         self._output.close()
         if self.user_error:
@@ -230,11 +229,11 @@ class Launcher:
 
     def _exit_code(self, summary: Summary, finished: bool) -> int:
         if self.interrupted:
-            return INTERRUPTED
+            return ExitCode.INTERRUPTED
         if self.timed_out and not finished and summary.saved and not summary.unsaved:
-            return OUT_OF_TIME
+            return ExitCode.OUT_OF_TIME
         done = summary.balanced and summary.steps == self.config.run.steps
-        return 0 if done and not summary.unsaved else FAILED
+        return 0 if done and not summary.unsaved else ExitCode.FAILED
 
     def _conclude_guest(self, finished: bool) -> int:
         print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
@@ -245,13 +244,13 @@ class Launcher:
             )
         if unsaved := self.watch.unsaved(ended=True):
             print(f"{unsaved}. What was trained since is lost.")
-        return INTERRUPTED if self.interrupted else 0 if finished and not unsaved else FAILED
+        return ExitCode.INTERRUPTED if self.interrupted else 0 if finished and not unsaved else ExitCode.FAILED
 
     def _goes_on(self, summary: Summary) -> str:
         """What is saved of a run that ends before its last step, and the command that goes on."""
         if self.watch.elsewhere() and not self.watch.everyone.irreplaceable(self.watch.books.view):
             saved = f"step {summary.saved:,} is saved" if summary.saved else "nothing is saved yet"
-            again = f"shoal join --invite-file {self.directory / reach.INVITE}"
+            again = f"shoal join @{self.directory / reach.INVITE}"
             words = f"The run is in the others' hands; {saved}. To take part again while they train: {again}"
             return f"{words}; once they have ended: {self.job.command}"
         if not summary.saved:
@@ -291,7 +290,7 @@ class Launcher:
         self.watch.tell("network", "the command for the other machines is being made", time.monotonic())  # seconds
         terminal.say(await reach.welcome(self.directory, self.crew.addresses, missing))
         if (invite := self.directory / reach.INVITE).exists():
-            self.watch.everyone.join = f"shoal join --invite-file {invite}"
+            self.watch.everyone.join = f"shoal join @{invite}"
 
     async def _keep(self) -> None:
         """While `shoal chaos` runs, it states how many peers there should be, and signals those that should end."""
@@ -345,7 +344,7 @@ class Launcher:
     # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
-        step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
+        step = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
         if self.watch.failed:
@@ -354,7 +353,7 @@ class Launcher:
             self.over.set()
 
     def _ended(self, child: PeerProcess) -> None:
-        self.watch.remove(child.label)
+        self.watch.remove(child.label, time.monotonic(), well=child.ended is not None and child.ended.ok)
         self._thin_traces()
         if child.ended is not None and child.ended.ok:
             self.watch.tell("left", child.ended.reason, time.monotonic(), child.label)
@@ -461,18 +460,16 @@ class Launcher:
 
     def _write_lists(self) -> None:
         names = {label: peer for peer, label in self.watch.labels.items()}
-        self._output.write_lists(self.crew.addresses, self._locals(), names)
+        self._output.write_lists(self.crew.addresses, self._locals(names), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)
         if self._output.lost:
             self._give_up(self._output.lost)
 
-    def _locals(self) -> rundir.PeersFile:
+    def _locals(self, names: dict[str, Peer]) -> rundir.PeersFile:
         """The contents of peers.json, which `shoal chaos` reads."""
-        standing = self.watch.standing
-        names = {label: peer for peer, label in self.watch.labels.items()}
-        view = self.watch.books.view
+        standing, view = self.watch.standing, self.watch.books.view
         everyone = view.members + view.joining if view is not None else ()
         launcher = identify(os.getpid())
         assert launcher is not None

@@ -23,13 +23,15 @@ from pathlib import Path
 
 from shoal.config import Config, Device
 from shoal.config.data import Data
+from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
 from shoal.launcher import devices
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
-from shoal.runtime.data.corpus import Corpus, open_corpus, text_field
+from shoal.runtime.data.corpus import Corpus, open_corpus, parts
+from shoal.runtime.data.rows import WrongRow, checked, parsed
 from shoal.transport.addresses import listening
 from shoal.units import size
 
@@ -50,11 +52,18 @@ def refuse(faults: Iterable[str]) -> None:
 def machine(config: Config) -> Iterator[str]:
     """What this machine lacks to train by that configuration."""
     yield from room(config)
+    yield from steplog.missing(config)
+    yield from files(config)
+    if config.device.executor != "emulated":
+        yield from device(config.device)
+
+
+def files(config: Config) -> Iterator[str]:
+    """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
         yield from data(config.data)
         yield from tokenizer(config)
-        yield from device(config.device)
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -70,6 +79,8 @@ def data(settings: Data) -> Iterator[str]:
         return
     try:
         corpus = open_corpus(settings)
+        if settings.weights:
+            parts(corpus, settings.weights)
         total_bytes = sum(file.stat().st_size for file in corpus.files)
         if not total_bytes:
             yield f"data.path = {settings.path!r}: {_counted(corpus)} and no text in it; name files that hold some"
@@ -79,7 +90,7 @@ def data(settings: Data) -> Iterator[str]:
                 f" {settings.sequence + 1}; give more text, or a smaller data.sequence"
             )
         for file in corpus.files[:FILES]:
-            if wrong := _no_text(file, corpus):
+            if wrong := _no_text(file, corpus, settings):
                 yield wrong
                 return
     except (ValueError, OSError) as error:
@@ -90,18 +101,17 @@ def _counted(corpus: Corpus) -> str:
     return f"{corpus.count} files" if corpus.count > 1 else "one file"
 
 
-def _no_text(file: Path, corpus: Corpus) -> str:
+def _no_text(file: Path, corpus: Corpus, settings: Data) -> str:
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     if b"\0" in head:
         return f"{file} is binary, not text: byte {head.index(0)} is NUL; name text files with data.path"
     line = next((line for line in head.split(b"\n") if line.strip()), b"")
-    if corpus.json_field and line and (b"\n" in head or len(head) < HEAD_BYTES):
+    if corpus.lines and settings.wrong_rows == "refuse" and line and (b"\n" in head or len(head) < HEAD_BYTES):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            return f"{file}:1: not a line of JSON ({error}); data.source = 'text' reads plain text"
-        text_field(row, corpus.json_field, f"{file}:1")
+            checked(parsed(line), settings)
+        except WrongRow as error:
+            return f"{file}:1: {error}"
     return ""
 
 
@@ -168,6 +178,8 @@ def tokenizer(config: Config) -> Iterator[str]:
     if place.exists():
         if not any((place / file).is_file() for file in TOKENIZER_FILES):
             yield f"{where} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); name a directory that does, or 'bytes'"
+        elif config.data.format == "chat" and not _has_template(place):
+            yield f"{where} has no chat template, which data.format = 'chat' needs; put a chat_template.jinja there"
         elif (place / "tokenizer.json").is_file():
             yield from _vocabulary(config, place / "tokenizer.json", where)
         return
@@ -181,6 +193,15 @@ def tokenizer(config: Config) -> Iterator[str]:
         yield f"{where}: neither 'bytes', nor a directory here, nor in {cache}, and {why}"
 
 
+def _has_template(place: Path) -> bool:
+    if (place / "chat_template.jinja").is_file() or (place / "additional_chat_templates").is_dir():
+        return True
+    try:
+        return bool(json.loads((place / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (ValueError, AttributeError, OSError):
+        return False
+
+
 def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
     from tokenizers import Tokenizer
 
@@ -189,8 +210,14 @@ def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for what it cannot read
         yield f"{file} is no tokenizer: {' '.join(str(error).split())}"
         return
-    if not config.model.path and ids > config.model.vocab_size:
-        yield f"{where} has {ids} ids, model.vocab_size = {config.model.vocab_size}; set model.vocab_size to at least {ids}"
+    known, setting = config.model.vocab_size, "model.vocab_size"
+    if config.model.path:
+        try:
+            known, setting = problem.shape(config).vocabulary, "model.extra.vocab_size"
+        except (ValueError, OSError):
+            return  # which `model` tells, or dataset.py once the family's own configuration is read
+    if ids > known:
+        yield f"{where} has {ids} ids, {setting} = {known}; set {setting} to at least {ids}"
 
 
 def _not_on_hub(name: str) -> str:

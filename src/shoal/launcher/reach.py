@@ -11,15 +11,23 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.config import Config
+from shoal.core.messages import Peer
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
+if TYPE_CHECKING:
+    from shoal.transport.directory.directory import Directory, PeerRecord
+
+ASK_S = 0.5  # between two look-ups of a run's peers
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
+HOSTS = 4  # of one peer in an invite
 INVITE = "guests.invite"  # in the run's directory
 _TCP = re.compile(r"/ip[46]/([^/]+)/tcp/(\d+)")
 _REFUSED = (
@@ -66,17 +74,53 @@ async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> st
     if process.returncode:
         return f"{waiting}. No invite was made: {errors.decode(errors='replace').strip()}"
     return (
-        f"{waiting}. There, with shoal installed:\n\n  shoal join {file.read_text().strip()}\n\n"
-        f"The invite is a secret. It is in {file}, too: copied there, shoal join --invite-file {INVITE}"
+        f"{waiting}. There, with shoal installed:\n\n  shoal join -\n\nand paste this invite:\n\n  {file.read_text().strip()}\n\n"
+        f"The invite is a secret, and an argument would show it to every user of that machine. It is in {file}, too: copied there,"
+        f" shoal join @{INVITE}"
     )
 
 
 def keep(directory: Path, invite: str) -> Path:
     """A guest's invite in its own directory, for the command that takes part again."""
     file = directory / INVITE
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-        out.write(f"{invite.strip()}\n")
+    write_secret(file, invite.strip())
     return file
+
+
+def write_secret(file: Path, text: str) -> None:
+    """Readable by its owner alone, also where there was a file that others could read."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as out:
+        os.fchmod(out.fileno(), 0o600)  # before it holds anything new
+        out.truncate()
+        out.write(f"{text}\n")
+
+
+def few(addresses: Sequence[str], first: Sequence[str] = ()) -> tuple[str, ...]:
+    """For an invite, which is to be short: `first`, one peer at all its hosts, and one address of another in case that one has ended."""
+
+    def port(address: str) -> str:  # or libp2p's id
+        return re.split("[:/]", address)[-1]
+
+    others = [address for address in addresses if address not in first]
+    same = [address for address in others if port(address) == port(others[0])]
+    return (*first, *same[:HOSTS], *[address for address in others if address not in same][:1])
+
+
+async def discovered(
+    directory: Directory, own: Container[Peer], look_s: float, still_s: float, least: int = 1
+) -> list[PeerRecord]:
+    """Records of a run's peers, but one's own, by name: once `least` are known and no more turn up for `still_s`, or `look_s` are over."""
+    records: dict[Peer, PeerRecord] = {}
+    began_s = still_since_s = time.monotonic()
+    while True:
+        count = len(records)
+        records |= {record.peer: record for record in await directory.peers() if record.peer not in own}
+        now = time.monotonic()
+        if len(records) != count:
+            still_since_s = now
+        if (len(records) >= least and now - still_since_s > still_s) or now - began_s > look_s:
+            return sorted(records.values(), key=lambda record: record.peer)
+        await asyncio.sleep(ASK_S)
 
 
 def problems(addresses: Sequence[str]) -> list[str]:

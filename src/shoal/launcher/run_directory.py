@@ -5,6 +5,7 @@ A user may delete or move the directory during a run. It is made again then, wit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
@@ -13,6 +14,7 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.dashboard import plot
+from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher import rundir
@@ -21,20 +23,22 @@ from shoal.runtime.records.account import CommittedStep
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
 STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
+WATCHED_S = 10.0  # after `shoal watch` has read status.json: each one is written
 
 
 class StatusFile:
-    """status.json: written when a reader could see a difference, and at most STATUS_BPS bytes a second."""
+    """status.json: written when a reader could see a difference, and at most STATUS_BPS bytes a second unless somebody watches."""
 
-    def __init__(self, files: OutputFiles) -> None:
-        self._files = files
+    def __init__(self, files: OutputFiles, watched: Path) -> None:
+        self._files, self._watched = files, watched
         self._written: object = None  # the facts of the last one
         self._next_s = self._due_s = float("-inf")
 
     def write(self, snapshot: Snapshot, now: float) -> None:
         """`now` infinite: at the end, whatever was written before."""
         facts = (snapshot.step, snapshot.state, len(snapshot.peers), snapshot.happenings[-1:])
-        if now < self._next_s or (facts == self._written and now < self._due_s):
+        unwatched = now < self._next_s or (facts == self._written and now < self._due_s)
+        if unwatched and not self._is_watched():
             return
         data = escaped_json(
             msgspec.json.encode(msgspec.structs.replace(snapshot, losses=plot.thinned(snapshot.losses)))
@@ -43,27 +47,35 @@ class StatusFile:
             self._written = facts
             self._next_s, self._due_s = now + len(data) / STATUS_BPS, now + STATUS_IDLE_S
 
+    def _is_watched(self) -> bool:
+        try:
+            return abs(time.time() - self._watched.stat().st_mtime) < WATCHED_S
+        except OSError:  # never
+            return False
+
 
 class RunDirectory:
     """`warn` is called with what the user should know."""
 
-    def __init__(self, path: Path, claim: IO[str], warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, claim: IO[str], warn: Callable[[str], None], log: StepLog) -> None:
         """`claim`: on the directory, by which no second launcher uses it."""
         self.path = path
         self.lost = ""  # why nothing may be written any more: another launcher has the directory
-        self._claim, self._warn = claim, warn
+        self._claim, self._warn, self._log = claim, warn, log
         self._founding, self._identity = rundir.founding(path), rundir.identity(path)
         self._files = OutputFiles(path, warn)
         self._unmakeable = ""  # why it could not be made again, as last warned of
         self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
-        self._status = StatusFile(self._files)
+        self._status = StatusFile(self._files, path / rundir.WATCHED)
 
     def commit(self, step: CommittedStep) -> None:
         self._files.commit(step)
+        self._log.add(step)
 
     def write_status(self, snapshot: Snapshot, now: float) -> None:
         self._status.write(snapshot, now)
         self._files.flush()
+        self._log.flush(snapshot)
 
     def write_lists(self, addresses: tuple[str, ...], peers: rundir.PeersFile, names: dict[str, Peer]) -> None:
         """For joiners, for `shoal chaos`, and for commands that name peers. Only what has changed is written."""
@@ -89,7 +101,7 @@ class RunDirectory:
                 )
             return
         self._identity, self._unmakeable, self._listed = rundir.identity(self.path), "", {}
-        self._status = StatusFile(self._files)
+        self._status = StatusFile(self._files, self.path / rundir.WATCHED)
         self._warn(
             f"{self.path} was deleted or moved away; it is made anew, with the commits so far, and training goes on."
             " Checkpoints, logs and traces that lay in it are gone: the next checkpoint is the first again"
@@ -97,3 +109,4 @@ class RunDirectory:
 
     def close(self) -> None:
         self._files.close()
+        self._log.close()

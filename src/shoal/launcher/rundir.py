@@ -9,6 +9,8 @@
     invites.json   invites that were issued, renewed, revoked
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
+    metrics.jsonl  tensorboard/  wandb/  what log.to asks for          page.token   the page's secret beyond loopback
+    watched        its time says when `shoal watch` last read the status
     unloadable     the step of the checkpoint for which the session before ended
 
 For `shoal run`, which writes most of it, `shoal join`, `shoal invite`, `shoal revoke` and `shoal status`.
@@ -148,6 +150,7 @@ def claimed(directory: Path) -> Iterator[IO[str]]:
         yield lock
 
 
+WATCHED = "watched"  # touched by `shoal watch` each time it reads the status
 UNLOADABLE = "unloadable"  # the step of a checkpoint that no machine could load
 FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
 

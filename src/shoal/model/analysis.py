@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config, slices
+from shoal.model import adapters
 from shoal.model.families import hf_config, model_class
 from shoal.model.saved import saved_by_autograd
 from shoal.model.stages import HuggingFaceStage, Parts, on_meta
@@ -44,6 +45,9 @@ def count(config: Config) -> Profile:
     if fused:  # else the family's own attention runs, which is slower and keeps all scores (Gemma 2 caps them)
         hf._attn_implementation = _attention(packed=config.data.document_end >= 0)
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
+    adapters.attach(model, config)
+    for value in model.parameters():
+        value.data = value.data.to(dtype)  # adapters too compute with copies in it
     fake = FakeTensorMode()
     _without_values(model, fake)
     parts = Parts(model)
@@ -59,7 +63,15 @@ def count(config: Config) -> Profile:
             )
         parts_counted.append(msgspec.structs.replace(by_sort[sort], name=f"block {index}"))
     parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
-    counted = tuple(msgspec.structs.replace(part, flops=slices(config) * part.flops) for part in parts_counted)
+    all_trained = config.tune.method == "full"
+    counted = tuple(
+        msgspec.structs.replace(
+            part,
+            flops=slices(config) * part.flops,
+            back_flops=None if all_trained else slices(config) * (part.back_flops or 0.0),
+        )
+        for part in parts_counted
+    )
     sequences, tokens = config.train.microbatch, config.data.sequence
     boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize
     tied = bool(getattr(hf, "tie_word_embeddings", False))
@@ -81,7 +93,8 @@ def _count_part(
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
     shape = (config.device.sequences or config.train.microbatch, config.data.sequence)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    sizes = [value.numel() for value in model.parameters() if value.requires_grad]
+    frozen_bytes = sum(value.nbytes for value in adapters.frozen(model))
     flops, memory = FlopCounterMode(display=False), _MemoryMode()
     passed: dict[int, int] = {}
     hooks = [parts.blocks[index].register_forward_pre_hook(lambda *_: passed.update(memory.alive)) for index in blocks]
@@ -111,11 +124,13 @@ def _count_part(
         float(forward),
         float(own_bytes),
         float(memory.most - own_bytes - beside),
-        float(max(sizes)),
+        float(max(sizes, default=0)),
         float(x.nbytes) if blocks else 0.0,
         float(forward_bytes - passed_bytes + x.nbytes),
         float(shared_bytes),
         float(passed_bytes),
+        float(frozen_bytes),
+        float(flops.get_total_flops() - forward),
     )
 
 

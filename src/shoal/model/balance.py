@@ -15,17 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shoal.config import Config, masked, microbatches, slices
+
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.modeling_utils import PreTrainedModel
 
 
-def attach(model: PreTrainedModel, blocks: list[nn.Module], parts: int) -> None:
-    """Let every router among `blocks`, those of the whole model, add its gradient; a step has `parts` mean losses.
+def attach(model: PreTrainedModel, blocks: list[nn.Module], config: Config) -> None:
+    """Let every router among `blocks`, those of the whole model, add its gradient to that of each slice's mean loss.
 
-    ValueError: the family has such a loss, and its routers are not known."""
+    ValueError: the family has such a loss, and its routers are not known, or only some tokens' losses count."""
     coefficient = getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0
     if coefficient <= 0:
         return
+    if masked(config):
+        raise ValueError(
+            f"model.family = {model.config.model_type!r} balances its experts over all tokens (router_aux_loss_coef = {coefficient}),"
+            f" and the mean over those that count in data.format = {config.data.format!r} would scale that loss too;"
+            " set model.extra.router_aux_loss_coef=0.0 to train without it"
+        )
     recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = (
         getattr(recorder, "target_class", ()) if getattr(recorder, "index", None) == 0 else ()
@@ -36,7 +44,10 @@ def attach(model: PreTrainedModel, blocks: list[nn.Module], parts: int) -> None:
             f"model.family = {model.config.model_type!r} balances its experts by a loss (router_aux_loss_coef = {coefficient}),"
             " but its routers are not known here; set model.extra.router_aux_loss_coef=0.0 to train without it"
         )
-    top_k, weight = model.config.num_experts_per_tok, coefficient / len(routers) / parts
+    top_k, weight = (
+        model.config.num_experts_per_tok,
+        coefficient / len(routers) / (microbatches(config.train) * slices(config)),
+    )
 
     def hook(module: nn.Module, args: object, output: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.model.draws import Draws
 
+UNCOUNTED = -1  # the target of a token whose loss does not count
+
 
 class Stage(Protocol):
     """Consecutive blocks of a model on one device, built in fp32; the executor chooses the compute dtype."""
@@ -27,7 +29,11 @@ class Stage(Protocol):
     vocabulary: int | None  # tokens must be below it; None = the model takes no token ids
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters, named as in the whole model, each once, in the whole model's order."""
+        """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""
+        ...
+
+    def frozen(self) -> list[Tensor]:
+        """Own parameters that are not trained, in the dtype to compute with."""
         ...
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +41,8 @@ class Stage(Protocol):
         ...
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Mean loss of a microbatch, at the last stage. `x` is the stage's input, `tokens` (B, L+1) int64."""
+        """Mean loss of a microbatch, at the last stage, 0 for tokens that do not count. `x`: the stage's input, `tokens` (B, L+1)
+        int64."""
         ...
 
 
@@ -86,19 +93,32 @@ def positions(starts_BL: Tensor) -> Tensor:
     return numbers - torch.where(starts_BL, numbers, 0).cummax(1).values
 
 
+def plain(tokens: Tensor) -> Tensor:
+    """Token ids of a microbatch's tokens, where ~id stands for a token whose loss does not count."""
+    return tokens ^ (tokens >> 63)
+
+
 def inputs(tokens: Tensor) -> Tensor:
     """The first stage's input (B, L) from a microbatch's tokens (B, L+1)."""
-    return tokens[:, :-1]
+    return plain(tokens[:, :-1])
 
 
 def targets(tokens: Tensor) -> Tensor:
-    """The last stage's targets (B, L) from a microbatch's tokens (B, L+1)."""
-    return tokens[:, 1:]
+    """The last stage's targets (B, L) from a microbatch's tokens (B, L+1): UNCOUNTED where the loss does not count."""
+    return tokens[:, 1:].clamp(min=UNCOUNTED)
+
+
+def counted(tokens: Tensor) -> int:
+    """How many of a microbatch's targets count."""
+    return int((tokens[:, 1:] >= 0).sum())
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross entropy in fp32, whatever the dtype of the logits."""
-    return nn.functional.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+    """Mean cross entropy in fp32, whatever the dtype of the logits; 0 for a token that does not count. A microbatch's gradient
+    thus depends on no other microbatch: the commit says how many tokens of the step count (Settings.scale)."""
+    logits, wanted = logits_BLV.float().flatten(0, 1), targets_BL.flatten()
+    total = nn.functional.cross_entropy(logits, wanted, ignore_index=UNCOUNTED, reduction="sum")
+    return total / wanted.numel()
 
 
 # Initialisers draw from torch's default generator, which all threads of a process share; peers of one process build at once.

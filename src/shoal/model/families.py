@@ -59,7 +59,7 @@ def hf_config(config: Config) -> PreTrainedConfig:
         if "qk_rope_head_dim" in field_names:
             fields.pop("head_dim")  # latent attention has several head sizes of its own
         fields = _as_named_by(field_names, family, fields)
-    fields |= config.model.extra | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
+    fields = _with_rope(fields, config) | {"architectures": [_class_name(family)], "dtype": config.train.dtype}
     try:
         hf = config_class.from_dict(fields)
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
@@ -72,6 +72,21 @@ def hf_config(config: Config) -> PreTrainedConfig:
         )
     _refuse_long(config, hf, where)
     return hf
+
+
+def _with_rope(fields: dict[str, Any], config: Config) -> dict[str, Any]:
+    """`fields` with those of model.extra; a rope that is set there keeps the base that the weights were trained with."""
+    rope = config.model.extra.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return fields | config.model.extra
+    stored = fields.get("rope_parameters") or {}
+    base = {key: stored[key] for key in ("rope_theta",) if key in stored}
+    older = {"rope_scaling"}  # directories' former word for it, which would win
+    return (
+        {key: value for key, value in fields.items() if key not in older}
+        | config.model.extra
+        | {"rope_parameters": base | rope}
+    )
 
 
 def model_class(hf: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -168,7 +183,8 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
     if isinstance(positions, int) and config.data.sequence > positions:
         raise ValueError(
             f"data.sequence = {config.data.sequence} is above the {positions} positions of {where}; try data.sequence={positions},"
-            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones"
+            f" or model.extra.max_position_embeddings={config.data.sequence} to train it on longer ones,"
+            " with a rope for them where its own is too short (model.extra.rope_parameters)"
         )
 
 

@@ -30,6 +30,9 @@ class SequentialStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
 
+    def frozen(self) -> list[Tensor]:
+        return []
+
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.model(x)
         return y

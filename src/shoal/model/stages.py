@@ -7,7 +7,7 @@ A family whose code does more between its blocks than pass hidden states on (say
 blocks is run to test that.
 
 Which blocks: cut.py. Where weights come from: weights.py. Tied embeddings would make the first and the last stage share a
-parameter, whose gradient no group of replicas holds alone: they are refused for more than one stage.
+parameter, whose gradient no group of replicas holds alone: they are refused for more than one stage, unless they are frozen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.config import Config, microbatches, slices
-from shoal.model import balance, boundary, linear, vocabulary
+from shoal.config import Config
+from shoal.model import adapters, balance, boundary, linear, vocabulary
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
-from shoal.model.weights import materialise
+from shoal.model.weights import load, materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig
@@ -91,7 +91,10 @@ class HuggingFaceStage:
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()
+        return ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
+
+    def frozen(self) -> list[Tensor]:
+        return adapters.frozen(self.model)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last:
@@ -133,10 +136,11 @@ def check(config: Config) -> None:
 
 def build(config: Config, stage: int, *, source: str | None = None, device: str = "cpu") -> HuggingFaceStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
-    random from `run.seed` and then equal to that part of `whole`, whatever the cut."""
+    random from `run.seed` and then equal to that part of `whole`, whatever the cut. Frozen weights are those of `model.path`, in
+    train.dtype."""
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
-    materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    _fill(model, config, source)
     if config.device.compile:
         for block in parts.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -150,6 +154,8 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage:
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     first, last = _insert(model, parts, config, stage)
+    adapters.narrow(model, config)
+    adapters.attach(model, config)
     return HuggingFaceStage(model.eval(), first=first, last=last, document_end=config.data.document_end)
 
 
@@ -168,15 +174,25 @@ def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool,
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
     """The uncut Hugging Face model with the same weights, as the reference of stages and for one machine alone."""
     model = on_meta(hf_config(config))
-    balance.attach(model, Parts(model).blocks, _losses(config))
+    balance.attach(model, Parts(model).blocks, config)
     if config.model.boundary != "none":
         blocks = Parts(model).blocks
         boundary.attach(model, config.model.boundary, dict.fromkeys(cuts(config, len(blocks)), ("narrow", "widen")))
         boundary.run_between(model, blocks)
-    materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    _fill(model, config, source)
     linear.prefer(model)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
+
+
+def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
+    if config.tune.method == "full":
+        return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
+    adapters.narrow(model, config)
+    materialise(model, seed=config.run.seed, source=config.model.path)
+    adapters.attach(model, config)
+    if source is not None:
+        load(model, source)
 
 
 class Parts:
@@ -226,6 +242,8 @@ class Parts:
 def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model without its parts, tested to pass hidden states on unchanged. ValueError: it cannot be cut."""
     hf = hf_config(config)
+    if config.run.stages > 1 and config.tune.method != "full":
+        hf.tie_word_embeddings = False  # a matrix that is frozen may lie at both ends
     _refuse_tied(config, hf)
     cut(config.run, hf.num_hidden_layers)  # ValueError: no such cut
     model = on_meta(hf)
@@ -237,7 +255,7 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
             f"model.family = {hf.model_type!r} keeps {persistent_buffers[0]} outside its parameters; that is not averaged"
         )
     parts = Parts(model)
-    balance.attach(model, parts.blocks, _losses(config))
+    balance.attach(model, parts.blocks, config)
     if config.device.checkpointing:
         for block in parts.blocks:
             block.forward = partial(_checkpointed, block.forward)
@@ -253,11 +271,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **keywords: Any) -> A
     if not torch.is_grad_enabled():
         return forward(*args, **keywords)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **keywords)
-
-
-def _losses(config: Config) -> int:
-    """Mean losses that a step adds up: slices of microbatches."""
-    return microbatches(config.train) * slices(config)
 
 
 def on_meta(hf: PreTrainedConfig) -> PreTrainedModel:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+COLUMNS = 64  # of a vocabulary's matrix that are added up at a time: 64 MiB in fp64 of 128k tokens
 
 
 def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> None:
@@ -56,8 +57,10 @@ def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int,
             owner._init_weights(module)
 
 
+@torch.no_grad()
 def load(model: PreTrainedModel, source: str) -> None:
-    """Read the parameters present in `model`, and no others, from a directory of safetensors shards. ValueError: one is missing."""
+    """Read the parameters present in `model` that are trained, and no others, from a directory of safetensors shards. Where the
+    vocabulary has another size than there, the first rows are kept and further ones are their mean. ValueError: a parameter is missing."""
     from safetensors import safe_open
 
     shards = shard_of(source)
@@ -72,21 +75,42 @@ def load(model: PreTrainedModel, source: str) -> None:
             tensor: Tensor = files[shards[name]].get_tensor(name)
             return tensor
 
-        missing = dict(model.named_parameters())
+        missing = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        of_tokens = {id(value) for end in ends if isinstance(end, nn.Module) for value in end.parameters()}
         for name in [name for name in missing if name in shards]:
-            _fill(missing.pop(name), read(name), f"{source}/{shards[name]}: {name}")
+            resize = id(missing[name]) in of_tokens
+            _fill(missing.pop(name), read(name), f"{source}/{shards[name]}: {name}", resize)
         for name, tensor in _converted(model, list(shards), missing, read):
             _fill(missing.pop(name), tensor, f"{source}: {name}")
         for name in [name for name in missing if tied.get(name) in shards]:
-            _fill(missing.pop(name), read(tied[name]), f"{source}: {tied[name]}")
+            _fill(missing.pop(name), read(tied[name]), f"{source}: {tied[name]}", resize=True)
     for name in missing:
         raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
 
 
-def _fill(parameter: nn.Parameter, tensor: Tensor, where: str) -> None:
+def _fill(parameter: nn.Parameter, tensor: Tensor, where: str, resize: bool = False) -> None:
+    rows = min(len(parameter), len(tensor))
+    if resize and tensor.shape[1:] == parameter.shape[1:] and len(tensor) != len(parameter):
+        parameter[:rows] = tensor[:rows]
+        if len(parameter) > rows:
+            parameter[rows:] = _mean(tensor)
+        return
     if tensor.shape != parameter.shape:
         raise ValueError(f"{where} has shape {tuple(tensor.shape)}, the model needs {tuple(parameter.shape)}")
     parameter.copy_(tensor)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Over the first dimension. Halves are added to each other, an order that no machine changes."""
+    means = []
+    for part in torch.split(rows.reshape(len(rows), -1), COLUMNS, 1):
+        total = part.double()
+        while len(total) > 1:
+            half = len(total) // 2
+            total = torch.cat([total[:half] + total[len(total) - half :], total[half : len(total) - half]])
+        means.append(total[0] / len(rows))
+    return torch.cat(means).view(rows.shape[1:])
 
 
 def _converted(

@@ -22,17 +22,10 @@ from torch import Tensor
 
 from shoal.config import Train
 from shoal.numerics import pieces
+from shoal.numerics.schedule import learning_rate
 
 NORM_VALUES = 1 << 20  # squares are summed in fp64 in pieces: 8 MiB instead of twice the gradient
 PIECE = 1 << 20  # values per pass on a GPU: six tensors of 4 MiB stay in the 40 to 50 MiB of cache of an A100 or H100
-
-
-def learning_rate(train: Train, steps: int, step: int, age: int | None = None) -> float:
-    """Rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then down to `final_ratio` of it at the last.
-
-    `age`: steps since the moments were empty, where those are fewer; the rate warms up again over the first `local_warmup` of these."""
-    warm_up = 1.0 if age is None or age >= train.local_warmup else (age + 1) / train.local_warmup
-    return warm_up * _rate(train, steps, step)
 
 
 class OptimizerStep(NamedTuple):
@@ -48,21 +41,6 @@ Schedule = Callable[[int], OptimizerStep]  # by step
 def scheduled(train: Train, steps: int) -> Schedule:
     """The schedule of `steps` steps whose moments are zero before step 0 only."""
     return lambda step: OptimizerStep(learning_rate(train, steps, step), step)
-
-
-def _rate(train: Train, steps: int, step: int) -> float:
-    if step < train.warmup:
-        return train.learning_rate * (step + 1) / train.warmup
-    progress = min(1.0, (step - train.warmup) / max(1, steps - 1 - train.warmup))  # 0 at the peak, 1 at the last step
-    if train.schedule == "constant":
-        return train.learning_rate
-    if train.schedule == "linear":
-        factor = 1.0 - progress
-    elif train.schedule == "cosine":
-        factor = 0.5 * (1.0 + _cosine(progress))
-    else:
-        raise ValueError(f"train.schedule = {train.schedule!r} is none of cosine, linear, constant")
-    return train.learning_rate * (train.final_ratio + (1.0 - train.final_ratio) * factor)
 
 
 def clip_factor(norm: float, clip: float) -> float:
@@ -141,16 +119,6 @@ def _power(base: float, exponent: int) -> float:
         if bit == "1":
             power *= base
     return power
-
-
-def _cosine(x: float) -> float:
-    """cos(pi x) for x from 0 to 1, as the sine of the angle from the middle."""
-    angle = math.pi * (0.5 - x)
-    total, term = 0.0, angle
-    for n in range(2, 24, 2):
-        total += term
-        term *= -(angle * angle) / (n * (n + 1))
-    return total
 
 
 def adamw_(values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], factors: Factors) -> None:

@@ -14,13 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from shoal.config import Config, microbatches
+from shoal.config import Config, microbatches, settings
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor, prepare_thread
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
-from shoal.model.cut import inputs
+from shoal.model.cut import counted, inputs
 from shoal.numerics.optimizer import norm_sq
 from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.checkpoints.checkpoint import Store
@@ -42,6 +42,7 @@ class Alone:
         self._config, self._dataset, self._store = config, dataset, store
         prepare_thread(config)
         self._count = microbatches(config.train)
+        self._settings = settings(config)
         self.executor: Executor = create(config, 0)
         if first_step:
             self.executor.load_state(store.load(first_step, self.executor.state()))
@@ -56,20 +57,21 @@ class Alone:
     def step(self, on_progress: ProgressCallback = lambda done, count: None) -> View:
         """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
-            losses = self._losses(on_progress)
+            losses, tokens = self._losses(on_progress)
             reduced = self.executor.sum  # on its device; nothing is averaged
             if self._optimizer_thread is not None:
                 reduced = reduced.clone()  # the next step's gradients are added while the optimizer reads this
-            norm = math.sqrt(norm_sq(reduced))
+            scale = self._settings.scale(tokens)
+            norm = math.sqrt(norm_sq(reduced)) * scale
             if not math.isfinite(norm):
                 raise ValueError(f"the gradient of step {self.done} is not finite; try a lower train.learning_rate")
-            self._apply(reduced, norm)
+            self._apply(reduced, norm, scale)
         except (RuntimeError, MemoryError) as error:  # what torch raises when a device or its memory fails
             raise Broken(f"step {self.done} failed: {error}") from error
         self.done += 1
         if self.done >= self._config.run.steps:
             self._wait_for_update()
-        return self._view_after(sum(losses) / len(losses), norm)
+        return self._view_after(sum(losses) / len(losses) * scale, norm, tokens)
 
     def save(self) -> str:
         """Write a checkpoint of the newest step and delete the oldest ones. Returns its path. OSError: from the storage. Broken: the
@@ -95,16 +97,16 @@ class Alone:
         ended = self.done >= self._config.run.steps
         return (ended and last) or (every > 0 and self.done % every == 0)
 
-    def _apply(self, reduced: Tensor, norm: float) -> None:
+    def _apply(self, reduced: Tensor, norm: float, scale: float) -> None:
         """One optimizer step. With overlap it only starts here, after the end of the one before."""
         if self._optimizer_thread is None:
-            self.executor.apply(reduced, norm, self.done)
+            self.executor.apply(reduced, norm, self.done, scale)
             self.executor.zero(self.done + 1)
             return
         assert isinstance(self.executor, Delayed)
         self._wait_for_update()
         self.executor.begin(self.done)
-        self._pending_update = self._optimizer_thread.submit(self.executor.finish, reduced, norm, self.done)
+        self._pending_update = self._optimizer_thread.submit(self.executor.finish, reduced, norm, self.done, scale)
 
     def _wait_for_update(self) -> None:
         """Wait until the parameters are those of the newest step. Broken: the update failed."""
@@ -115,15 +117,19 @@ class Alone:
         except (RuntimeError, MemoryError) as error:
             raise Broken(f"the optimizer failed at the end of step {self.done - 1}: {error}") from error
 
-    def _losses(self, on_progress: ProgressCallback) -> list[float]:
-        """Add every microbatch's gradient; returns their losses."""
+    def _losses(self, on_progress: ProgressCallback) -> tuple[list[float], int]:
+        """Add every microbatch's gradient; returns their losses and counted tokens."""
         losses: list[float] = []
+        tokens = 0
         batch_size = self._config.run.queue_limit if self._config.device.executor == "swapping" else 1
         for first in range(0, self._count, batch_size):
             indices = range(first, min(first + batch_size, self._count))
-            losses += self._backward([self._dataset.microbatch(self.done, index) for index in indices])
+            batch = [self._dataset.microbatch(self.done, index) for index in indices]
+            losses += self._backward(batch)
+            if self._settings.tokens:
+                tokens += sum(map(counted, batch))
             on_progress(len(losses), self._count)
-        return losses
+        return losses, tokens
 
     def _backward(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
@@ -132,11 +138,18 @@ class Alone:
         losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 
-    def _view_after(self, loss: float, norm: float) -> View:
+    def _view_after(self, loss: float, norm: float, tokens: int) -> View:
         """The view after the step, without the digest that replicas compare: it takes longer than the optimizer."""
         share = Share(ME, tuple(range(self._count)))
         committed = Committed(
-            step=self.done - 1, round=0, norm=norm, loss=loss, digests=("",), groups=((share,),), save=self.due()
+            step=self.done - 1,
+            round=0,
+            norm=norm,
+            loss=loss,
+            digests=("",),
+            groups=((share,),),
+            save=self.due(),
+            counted=tokens,
         )
         trained = (self.done - self._first) * self._count  # by this process, as a run's members count
         return View(

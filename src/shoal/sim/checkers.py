@@ -219,7 +219,8 @@ class Watch:
     def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None:
         """A gradient is applied only if the agreed view says that its round was committed."""
         last = self.commits.known.get((view.epoch, task.step)) if view is not None else None
-        if last is None or (last.round, last.norm) != (task.round, task.norm):
+        scale = self.settings.scale(last.counted) if last is not None else 0.0
+        if last is None or (last.round, last.norm, scale) != (task.round, task.norm, task.scale):
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:
@@ -296,6 +297,9 @@ class Commits:
             self.watch.report(peer, "commit", f"step {last.step} is committed with {len(last.digests)} digests")
         if last.skipped and not any(step == last.step for step, _, _ in world.nonfinite):
             self.watch.report(peer, "skipped", f"step {last.step} is skipped, and its results are finite")
+        counted = 0 if last.skipped else sum(world.counted(last.step, at) for at in range(settings.microbatches))
+        if last.counted != counted:
+            self.watch.report(peer, "counted", f"step {last.step} has {counted} counted tokens, not {last.counted}")
         below = ""
         for stage, digest in enumerate(last.digests):
             reduced = world.reduced.get(digest)

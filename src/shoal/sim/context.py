@@ -54,7 +54,9 @@ class Context:
         self.settings = case.settings
         self.kernel = Kernel()
         values = case.wire.gradient_values if case.wire is not None else case.scenario.values
-        self.world = World(case.settings.stages, values, case.settings.staleness, case.wire, case.nonfinite)
+        self.world = World(
+            case.settings.stages, values, case.settings.staleness, case.wire, case.nonfinite, case.settings.tokens
+        )
         self.watch = self._new_watch()
         self.network = Network(case.scenario, case.rng("network"), case.regions, case.wire)
         self.chance = case.rng("chance")

@@ -23,7 +23,7 @@ from shoal.transport.daemon import Daemon, written
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Membership
 from shoal.transport.libp2p import MAX_ROUTES, Libp2p, Route
-from shoal.transport.streams import handshake
+from shoal.transport.relay import RelayRoute, Relays
 from shoal.transport.streams.carrier import Opening
 from shoal.transport.streams.engine import Connection
 from shoal.transport.streams.streams import StreamTransport
@@ -43,12 +43,12 @@ class Address(msgspec.Struct, frozen=True):
 class DirectFailure(msgspec.Struct, frozen=True):
     """A peer could not be reached directly there."""
 
-    address: tls.Address
+    address: tls.Hop
     reason: str
     until: float  # time.monotonic()
 
 
-class AutoTransport(StreamTransport[tls.Address | Route]):
+class AutoTransport(StreamTransport[tls.Hop | Route]):
     """`daemon`, made from this peer's identity, is started and closed with it and may be shared with a directory. `report` is
     called, from any thread, with messages for the user."""
 
@@ -60,10 +60,15 @@ class AutoTransport(StreamTransport[tls.Address | Route]):
         place: tls.Address = ("127.0.0.1", 0),
         limits: Limits = Limits(),
         report: Callable[[str], None] = log.warning,
+        relays: Relays | None = None,
     ) -> None:
-        self._both = EitherCarrier(Tls(identity, *place), Libp2p(daemon), report)
+        self._both = EitherCarrier(Tls(identity, *place, membership, relays), Libp2p(daemon), report)
         super().__init__(identity.name, membership, self._both, limits)
         daemon.revived.append(lambda: self._both.libp2p.again(self.listen, self._engines.control))
+
+    async def start(self) -> None:
+        await super().start()
+        self._both.tls.start_relays(self)
 
     @property
     def address(self) -> Address:
@@ -87,7 +92,7 @@ class EitherCarrier:
     def __init__(self, direct: Tls, libp2p: Libp2p, report: Callable[[str], None]) -> None:
         self.tls, self.libp2p, self._report = direct, libp2p, report
         self._failed: dict[Peer, DirectFailure] = {}
-        self._reported: dict[Peer, tls.Address] = {}
+        self._reported: dict[Peer, tls.Hop] = {}
 
     async def start(self) -> tuple[socket.socket, ...]:
         listening = await self.tls.start()
@@ -98,26 +103,26 @@ class EitherCarrier:
                 each.close()
             raise
 
-    def route(self, peer: Peer) -> tls.Address | Route | None:
+    def route(self, peer: Peer) -> tls.Hop | Route | None:
         direct, route, failed = self.tls.route(peer), self.libp2p.route(peer), self._failed.get(peer)
         shut = failed is not None and failed.address == direct and time.monotonic() < failed.until
         return route if route is not None and (direct is None or shut) else direct
 
-    def socket(self, route: tls.Address | Route) -> socket.socket:
+    def socket(self, route: tls.Hop | Route) -> socket.socket:
         return self.libp2p.socket(route) if isinstance(route, Route) else self.tls.socket(route)
 
-    def dial(self, connection: Connection, route: tls.Address | Route) -> Opening:
+    def dial(self, connection: Connection, route: tls.Hop | Route, peer: Peer) -> Opening:
         if isinstance(route, Route):
-            return (yield from self.libp2p.dial(connection, route))
-        connection.deadline = time.monotonic() + DIRECT_S
-        yield from tls.connect(connection.sock, route)
-        connection.deadline = time.monotonic() + handshake.CONNECT_S
-        return (yield from self.tls.greet(connection))
+            return (yield from self.libp2p.dial(connection, route, peer))
+        return (yield from self.tls.dial(connection, route, peer, DIRECT_S))
 
     def answer(self, connection: Connection) -> Opening:
         return (yield from (self.libp2p if connection.sock.family == socket.AF_UNIX else self.tls).answer(connection))
 
-    def reached(self, peer: Peer, route: tls.Address | Route) -> None:
+    def called(self, peer: Peer, host: str) -> None:
+        self.tls.called(peer, host)
+
+    def reached(self, peer: Peer, route: tls.Hop | Route) -> None:
         failed = self._failed.get(peer)
         if not isinstance(route, Route):
             self.tls.reached(peer, route)
@@ -126,10 +131,10 @@ class EitherCarrier:
                 self._report(f"{peer} is reached directly again: TLS to it from now on")
         elif failed is not None and self._reported.get(peer) != failed.address:
             self._reported[peer] = failed.address
-            host, port = failed.address
-            self._report(f"{peer} cannot be reached at {host}:{port} ({failed.reason}): libp2p to it instead of TLS")
+            place = failed.address if isinstance(failed.address, RelayRoute) else "{}:{}".format(*failed.address)
+            self._report(f"{peer} cannot be reached at {place} ({failed.reason}): libp2p to it instead of TLS")
 
-    def failed(self, peer: Peer, route: tls.Address | Route, reason: str) -> bool:
+    def failed(self, peer: Peer, route: tls.Hop | Route, reason: str) -> bool:
         if isinstance(route, Route):
             self._failed.pop(peer, None)
             return False

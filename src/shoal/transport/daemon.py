@@ -37,6 +37,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from shoal.transport.addresses import hosts, is_loopback
 from shoal.transport.identity.identity import PUBLIC_BYTES, Identity
+from shoal.transport.identity.text import ED25519
 from shoal.transport.tls import resolved
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ MAX_LINE_BYTES = 4096
 # Over one relayed connection, then it is made anew. Holds once the relay knows that it is reached from everywhere; before that
 # p2pd relays 128 KiB at a time whatever its settings are (measured).
 RELAYED_BYTES = (1 << 32) - 1
-_ED25519 = bytes.fromhex("0024080112") + bytes([PUBLIC_BYTES])  # begins a peer id that holds the key itself (libp2p)
 _P2P = bytes.fromhex("a503")  # the multiaddr code before a peer id, 421 as a varint
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0  # before it is started again; doubled each time
 STEADY_S = 60.0  # one that has run for so long has nothing to do with the end of the one before
@@ -117,7 +117,7 @@ class Daemon:
     ) -> None:
         """`relays`: addresses of peers through which others may reach this one when it has no open port. `tell` hears when the daemon
         ends and when it runs again."""
-        self.peer_id = _ED25519 + identity.public
+        self.peer_id = ED25519 + identity.public
         self._identity = identity
         self._endpoint = Endpoint(host, port, relays)
         self.ended = False  # by itself, and it does not run again yet
@@ -152,13 +152,12 @@ class Daemon:
     async def start(self) -> None:
         """ValueError when it cannot listen, or there is no such program for this system."""
         self._users += 1
-        if self._users > 1:
-            return
-        try:
-            await self._start()
-        except BaseException:
-            await self.close()
-            raise
+        if self._users == 1:
+            try:
+                await self._start()
+            except BaseException:
+                await self.close()
+                raise
 
     async def close(self) -> None:
         if not self._users:
@@ -175,6 +174,12 @@ class Daemon:
             await self._end(self._process)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def restart(self) -> None:
+        """This machine has another address: libp2p would wait half a minute for answers to the old one."""
+        if self._process is not None and self._users and self._process.poll() is None:
+            self._output.last_line = "this machine's address has changed"
+            os.killpg(self._process.pid, 9)
 
     async def ask(self, request: Any, wait_s: float) -> Any:
         """OSError (TimeoutError too) when the daemon refuses, with its words, or does not answer."""
@@ -416,9 +421,9 @@ def parsed(reply: bytes | bytearray) -> Any:
 
 def public_key(peer_id: bytes) -> bytes:
     """The ed25519 key that a libp2p peer id holds. ValueError: it is of another kind."""
-    if len(peer_id) != len(_ED25519) + PUBLIC_BYTES or not peer_id.startswith(_ED25519):
+    if len(peer_id) != len(ED25519) + PUBLIC_BYTES or not peer_id.startswith(ED25519):
         raise ValueError("its libp2p identity is not an ed25519 key")
-    return peer_id[len(_ED25519) :]
+    return peer_id[len(ED25519) :]
 
 
 def written(peer_id: bytes) -> str:

@@ -26,7 +26,7 @@ from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import Opening
 from shoal.transport.streams.congestion import ACK_BYTES, CEILING_BYTES, CongestionWindow
-from shoal.transport.streams.engine import QUANTUM_BYTES, Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.engine import QUANTUM_BYTES, Connection, Engine, PlainStream, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class Libp2p:
     def socket(self, route: Route) -> socket.socket:
         return _tuned(socket.socket(socket.AF_UNIX))
 
-    def dial(self, connection: Connection, route: Route) -> Opening:
-        stream = PlainStream(connection)
+    def dial(self, connection: Connection, route: Route, peer: Peer) -> Opening:
+        stream = DaemonStream(connection)
         yield from self._connect(stream, route)
         yield from stream.write(memoryview(route.open))
         opened = parsed((yield from _reply(stream)))
@@ -132,13 +132,13 @@ class Libp2p:
     def connect_daemons(self, route: Route) -> Connection:
         """Connect the daemons; opens no stream."""
         connection = Connection(self.socket(route), lambda error: log.debug("a peer cannot be called: %s", error))
-        connection.steps = self._connect(PlainStream(connection), route)
+        connection.steps = self._connect(DaemonStream(connection), route)
         connection.deadline = time.monotonic() + handshake.CONNECT_S
         return connection
 
     def answer(self, connection: Connection) -> Opening:
         _tuned(connection.sock)
-        stream = PlainStream(connection)
+        stream = DaemonStream(connection)
         info = protobuf().StreamInfo.FromString(bytes((yield from _reply(stream))))
         return stream, key_id(public_key(info.peer))
 
@@ -164,6 +164,9 @@ class Libp2p:
         route = self._routes.get(peer)
         return route if route != before else None
 
+    def called(self, peer: Peer, host: str) -> None:
+        return
+
     def reached(self, peer: Peer, route: Route) -> None:
         return
 
@@ -178,68 +181,20 @@ class Libp2p:
             self._started = False
             await self.daemon.close()
 
-    def _connect(self, stream: PlainStream, route: Route) -> Steps:
+    def _connect(self, stream: DaemonStream, route: Route) -> Steps:
         stream.connect(self.daemon.control)
         yield from stream.write(memoryview(route.connect))
         parsed((yield from _reply(stream)))
 
 
-class PlainStream:
-    """A plain socket: libp2p encrypts what the daemon exchanges with others."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sock = connection.sock
+class DaemonStream(PlainStream):
+    """A connection to this peer's daemon: libp2p encrypts what the daemon exchanges with others."""
 
     def connect(self, path: str) -> None:
         """To our own daemon: at once, or not at all."""
         code = self._sock.connect_ex(path)
         if code:
             raise OSError(code, f"this peer's libp2p daemon does not answer: {os.strerror(code)}")
-
-    def read(self, view: memoryview) -> Steps:
-        at = turn = 0
-        while at < view.nbytes:
-            try:
-                got = self._sock.recv_into(view[at:])
-            except BlockingIOError:
-                yield WaitFor.READ
-                continue
-            if not got:
-                raise ConnectionError("closed by the other side")
-            at += got
-            turn += got
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def write(self, view: memoryview) -> Steps:
-        turn = 0
-        while view:
-            try:
-                sent = self._sock.send(view[:QUANTUM_BYTES])
-            except BlockingIOError:
-                yield WaitFor.WRITE
-                continue
-            view = view[sent:]
-            turn += sent
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def check_open(self) -> None:
-        if self.received(1):
-            raise ConnectionError("the other side sent data on a stream of this side's")
-
-    def received(self, most: int) -> bytes:
-        """The bytes that have arrived, without waiting."""
-        try:
-            words = self._sock.recv(most)
-        except BlockingIOError:
-            return b""
-        if not words:
-            raise ConnectionError("closed by the other side")
-        return words
 
     def paced(self) -> WindowedStream:
         return WindowedStream(self)
@@ -248,7 +203,7 @@ class PlainStream:
 class WindowedStream:
     """One way only: the reader acknowledges, the writer keeps within its window (congestion.py)."""
 
-    def __init__(self, plain: PlainStream) -> None:
+    def __init__(self, plain: DaemonStream) -> None:
         self._plain = plain
         self._window = CongestionWindow()
         self._unacknowledged = ACK_BYTES  # bytes to be read before the next acknowledgement
@@ -287,7 +242,7 @@ class WindowedStream:
         return self
 
 
-def _reply(stream: PlainStream) -> Generator[WaitFor | Engine, None, bytearray]:
+def _reply(stream: DaemonStream) -> Generator[WaitFor | Engine, None, bytearray]:
     """The daemon's answer, which follows its length."""
     byte = bytearray(1)
     length = shift = 0

@@ -11,28 +11,35 @@ import ipaddress
 import logging
 import os
 import socket
+import time
+from typing import Any
 
 from shoal.core.messages import Peer
-from shoal.transport import addresses
+from shoal.transport import addresses, relay
 from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
+from shoal.transport.directory.records import RELAY
 from shoal.transport.identity.identity import Identity, certificate_key_id, client_context, key_id_of, server_context
 from shoal.transport.identity.invite import Membership
-from shoal.transport.streams.carrier import Opening
-from shoal.transport.streams.engine import Channel, Connection, Steps, WaitFor
+from shoal.transport.relay import RelayRoute, Relays
+from shoal.transport.streams import handshake
+from shoal.transport.streams.carrier import Detached, Opening, tuned
+from shoal.transport.streams.engine import Channel, Connection, PlainStream, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
-DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
-UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
+
+DIRECT_S = 1.0  # for a TCP connection to a peer that waits at relays: it has no open port, as a rule
+DETACHED = "it is a relayed connection"
 
 Address = tuple[str, int]
-Place = tuple[str, int, *tuple[str, ...]]  # a host, a port, and further hosts of the same machine
+Hop = Address | RelayRoute
+Place = tuple[str, int, *tuple[str, ...]]  # a host, a port, further hosts of the same machine, and relays (records.py)
 
 
-class TlsTransport(StreamTransport[Address]):
+class TlsTransport(StreamTransport[Hop]):
     def __init__(
         self,
         identity: Identity,
@@ -40,9 +47,14 @@ class TlsTransport(StreamTransport[Address]):
         host: str = "127.0.0.1",
         port: int = 0,
         limits: Limits = Limits(),
+        relays: Relays | None = None,
     ) -> None:
-        self._tls = Tls(identity, host, port)
+        self._tls = Tls(identity, host, port, membership, relays)
         super().__init__(identity.name, membership, self._tls, limits)
+
+    async def start(self) -> None:
+        await super().start()
+        self._tls.start_relays(self)
 
     @property
     def address(self) -> Address:
@@ -58,14 +70,23 @@ class TlsTransport(StreamTransport[Address]):
 class Tls:
     """The carrier, with the addresses of peers."""
 
-    def __init__(self, identity: Identity, host: str, port: int) -> None:
+    def __init__(
+        self, identity: Identity, host: str, port: int, membership: Membership, relays: Relays | None = None
+    ) -> None:
         self._asked: Address = (host, port)
+        self._identity, self._membership, self._relays = identity, membership, relays
         self._dialling = client_context(identity)
         self._answering = server_context(identity)
-        self._places: dict[Peer, Place] = {}  # the host to try next first
-        self._tries: dict[Peer, int] = {}  # hosts of a peer that have failed since one was reached
+        self._routes: dict[Peer, list[Hop]] = {}  # the one to try next first
+        self._tries: dict[Peer, int] = {}  # routes to a peer that have failed since one worked
         self._bound: Address | None = None
         self._warnings = Warnings(log)
+
+    def start_relays(self, transport: StreamTransport[Any]) -> None:
+        if self._relays is not None and self._bound is not None:
+            bound = self._bound[0]
+            self._relays.moved.append(transport.moved)
+            self._relays.start(transport.take, lambda: addresses.announced(bound))
 
     async def start(self) -> tuple[socket.socket, ...]:
         host, port = self._asked
@@ -87,17 +108,35 @@ class Tls:
         self._bound = listener.getsockname()[:2]
         return (listener,)
 
-    def route(self, peer: Peer) -> Address | None:
-        place = self._places.get(peer)
-        return place[:2] if place is not None else None
+    def route(self, peer: Peer) -> Hop | None:
+        routes = self._routes.get(peer)
+        return routes[0] if routes else None
 
-    def socket(self, route: Address) -> socket.socket:
-        family = socket.AF_INET6 if ":" in route[0] else socket.AF_INET
-        return _tuned(socket.socket(family, socket.SOCK_STREAM))
+    def socket(self, route: Hop) -> socket.socket:
+        family = socket.AF_INET6 if ":" in _place(route)[0] else socket.AF_INET
+        return tuned(socket.socket(family, socket.SOCK_STREAM))
 
-    def dial(self, connection: Connection, route: Address) -> Opening:
-        yield from connect(connection.sock, route)
+    def dial(self, connection: Connection, route: Hop, peer: Peer, direct_s: float = handshake.CONNECT_S) -> Opening:
+        """`direct_s`: for the TCP connection alone."""
+        if not isinstance(route, RelayRoute):
+            relayed = any(isinstance(each, RelayRoute) for each in self._routes.get(peer, ()))
+            connection.deadline = time.monotonic() + (min(direct_s, DIRECT_S) if relayed else direct_s)
+        yield from connect(connection.sock, _place(route))
+        connection.deadline = time.monotonic() + handshake.CONNECT_S
+        if isinstance(route, RelayRoute):
+            yield from self._call(PlainStream(connection), peer)
         return (yield from self.greet(connection))
+
+    def _call(self, stream: PlainStream, peer: Peer) -> Steps:
+        """Have the relay join this connection with one of that peer's."""
+        yield from stream.write(memoryview(relay.CALL))
+        nonce = bytearray(relay.NONCE_BYTES)
+        yield from stream.read(memoryview(nonce))
+        yield from stream.write(memoryview(relay.request(self._identity, self._membership, bytes(nonce), peer)))
+        joined = bytearray(len(relay.JOINED))
+        yield from stream.read(memoryview(joined))
+        if joined != relay.JOINED:
+            raise ConnectionError("it is no relay")
 
     def greet(self, connection: Connection) -> Opening:
         """TLS on a connection that this side has made."""
@@ -106,36 +145,59 @@ class Tls:
         return channel, certificate_key_id(channel.certificate())
 
     def answer(self, connection: Connection) -> Opening:
-        _tuned(connection.sock)
+        tuned(connection.sock)
+        if self._relays is not None and not connection.relayed:
+            while (first := _first_byte(connection.sock)) is None:
+                yield WaitFor.READ
+            if first == relay.CALL:
+                self._relays.serve(connection.sock.dup())
+                raise Detached(DETACHED)
         channel = Channel(connection, self._answering, server_side=True)
         yield from channel.handshake()
+        if self._relays is not None and not connection.relayed:
+            self._relays.answered()
         return channel, certificate_key_id(channel.certificate())
 
-    def reached(self, peer: Peer, route: Address) -> None:
-        self._tries.pop(peer, None)
+    def called(self, peer: Peer, host: str) -> None:
+        """A peer whose machine has another address by now is reached there, before the directory says so. Not at a router's."""
+        routes = self._routes.get(peer)
+        if not host or not routes or any(isinstance(each, RelayRoute) or each[0] == host for each in routes):
+            return
+        known, private = _place(routes[0]), ipaddress.ip_address(host).is_private
+        if ipaddress.ip_address(known[0]).is_private == private:
+            self._routes[peer] = [(host, known[1]), *routes]
+            self._tries.pop(peer, None)
 
-    def failed(self, peer: Peer, route: Address, reason: str) -> bool:
-        """The other hosts of that peer's machine are tried in turn, each once."""
-        place = self._places.get(peer)
-        if place is None:
+    def reached(self, peer: Peer, route: Hop) -> None:
+        self._tries.pop(peer, None)
+        if self._relays is not None and not isinstance(route, RelayRoute):
+            if not any(isinstance(each, RelayRoute) for each in self._routes.get(peer, ())):
+                self._relays.reached(*route)
+
+    def failed(self, peer: Peer, route: Hop, reason: str) -> bool:
+        """The other routes to that peer are tried in turn, each once."""
+        routes = self._routes.get(peer)
+        if self._relays is not None and not isinstance(route, RelayRoute):
+            self._relays.lost(*route)
+        if not routes:
             return False
-        if place[:2] != route:  # the peer's other stream has failed there, too, and turned to the next
+        if routes[0] != route:  # the peer's other stream has failed there, too, and turned to the next
             return True
         tries = self._tries[peer] = self._tries.get(peer, 0) + 1
-        host, port, *others = place
-        if tries > len(others):
+        if tries >= len(routes):
             self._tries.pop(peer, None)
             return False
-        rest: tuple[str, ...] = (*others[1:], host)
-        self._places[peer] = (others[0], port, *rest)
+        self._routes[peer] = [*routes[1:], route]
         return True
 
     def forget(self, peer: Peer) -> None:
-        self._places.pop(peer, None)
+        self._routes.pop(peer, None)
         self._tries.pop(peer, None)
 
     async def close(self) -> None:
         """The listening socket and the connections belong to the engines."""
+        if self._relays is not None:
+            self._relays.close()
 
     @property
     def address(self) -> Address:
@@ -146,19 +208,35 @@ class Tls:
 
     def learn(self, peer: Peer, address: Place) -> None:
         host, port, *others = address
+        relays = [each for each in others if each.startswith(RELAY)]
+        hosts = [host, *(each for each in others if each not in relays)]
         try:
-            for each in (host, *others):
+            for each in hosts:
                 ipaddress.ip_address(each)
             key_id_of(peer)
         except ValueError as error:
             self._warnings.warn("useless addresses", f"the address of {peer} is of no use: {error}")
             return
         if 0 < port < 2**16:
-            known = self._places.pop(peer, None)
-            same = known is not None and sorted(map(str, known)) == sorted(map(str, address))
-            self._places[peer] = known if known is not None and same else address
-            if len(self._places) > ADDRESSES:
-                self._places.pop(next(iter(self._places)), None)
+            routes: list[Hop] = [(each, port) for each in hosts]
+            routes += filter(None, map(relay.route, relays))
+            known = self._routes.pop(peer, None)
+            same = known is not None and sorted(map(str, known)) == sorted(map(str, routes))
+            self._routes[peer] = known if known is not None and same else routes
+            if len(self._routes) > ADDRESSES:
+                self._routes.pop(next(iter(self._routes)), None)
+
+
+def _place(route: Hop) -> Address:
+    return (route.host, route.port) if isinstance(route, RelayRoute) else route
+
+
+def _first_byte(sock: socket.socket) -> bytes | None:
+    """None: nothing has arrived yet."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
 
 
 async def resolved(host: str, port: int) -> tuple[int, Address]:
@@ -191,23 +269,3 @@ def _connected(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
-
-
-def _tuned(sock: socket.socket) -> socket.socket:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wishes = (  # a dead line is noticed within about ten seconds where the system lets us say so
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
-        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-        ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
-    )
-    for name, value in wishes:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        except (AttributeError, OSError):  # this system does not know it, or does not allow it
-            continue
-    return sock

@@ -40,7 +40,7 @@ LARGE = {
     "Lead": 1 << 20,  # votes and a proof: 2,000 signatures under the longest names take 462 kB
     "RoundWaits": 512 << 10,  # 2,048 names
     "Passes": MAX_LIST_BYTES + ORDINARY_BYTES,
-    "Heartbeat": 512 << 10,  # 35,000 bookings with their losses, 15 bytes each, of one replica
+    "Heartbeat": 768 << 10,  # 37,000 bookings with their losses and counted tokens, 21 bytes each, of one replica
     "Books": 1 << 20,  # 200,000 indices
     "Offer": 1 << 20,  # 14,000 chunks of a state
     "Measure": 256 << 10,  # 1,024 names

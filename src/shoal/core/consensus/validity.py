@@ -68,6 +68,8 @@ def _last(view: View, settings: Settings) -> str:
         return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
     if not (math.isfinite(last.norm) and last.norm >= 0.0):
         return f"a commit with the norm {last.norm}"
+    if last.counted > settings.microbatches * settings.tokens:
+        return f"a commit of {last.counted} counted tokens of {settings.microbatches * settings.tokens}"
     return ""
 
 

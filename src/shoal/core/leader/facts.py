@@ -127,7 +127,8 @@ class Facts:
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
         ledger = self.ledgers.get(step)
-        return ledger if ledger is not None else Ledger(self.settings.stages, self.settings.microbatches)
+        settings = self.settings
+        return ledger if ledger is not None else Ledger(settings.stages, settings.microbatches, settings.tokens)
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""

@@ -25,8 +25,8 @@ class Doubled(msgspec.Struct, frozen=True):
 class Ledger:
     """Books of the members of one (epoch, step), by peer."""
 
-    def __init__(self, stages: int, microbatches: int) -> None:
-        self.stages, self.microbatches = stages, microbatches
+    def __init__(self, stages: int, microbatches: int, tokens: int = 0) -> None:
+        self.stages, self.microbatches, self.tokens = stages, microbatches, tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books; stages * microbatches when the step is done
 
@@ -43,6 +43,9 @@ class Ledger:
             return "has booked a microbatch twice"
         if max(indices) >= self.microbatches:
             return f"has booked microbatch {max(indices)} of {self.microbatches}"
+        counted = max(booking.counted for booking in books)
+        if counted > self.tokens:
+            return f"has counted {counted} tokens in a microbatch of {self.tokens}"
         self.books[peer] = books
         self.booked += len(books) - len(held)
         return ""
@@ -112,10 +115,14 @@ class Ledger:
             groups[joiner.stage].append(Share(joiner.peer, (), _line_rate(joiner, line_rates)))
         return tuple(tuple(group) for group in groups)
 
-    def loss(self) -> float:
-        """Mean loss over the step's microbatches, added in index order."""
-        losses = {b.index: b.loss for books in self.books.values() for b in books if b.loss is not None}
+    def loss(self, last: tuple[Share, ...]) -> float:
+        """Mean loss over the step's microbatches, added in index order. `last`: the last stage's replicas."""
+        losses = {b.index: b.loss for share in last for b in self.books.get(share.peer, ()) if b.loss is not None}
         return sum(losses[i] for i in sorted(losses)) / len(losses) if losses else float("nan")
+
+    def counted(self, last: tuple[Share, ...]) -> int:
+        """Tokens of the step whose loss counts, as the last stage's replicas have counted them."""
+        return sum(booking.counted for share in last for booking in self.books.get(share.peer, ()))
 
 
 def _line_rate(member: Member, line_rates: tuple[int, ...]) -> int:

@@ -446,7 +446,7 @@ class Hops:
         step, index, stage = job.message.step, job.message.index, job.message.stage
         book = self._book_of(step)
         assert index not in book.kept, f"microbatch {index} would be booked twice"
-        booking = Booking(index, done.result.loss)
+        booking = Booking(index, done.result.loss, done.result.counted)
         book.kept[index] = booking
         book.entries += (booking,)
         self.pace.add(True, done.seconds)

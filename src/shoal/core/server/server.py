@@ -274,7 +274,8 @@ class Server:
             commands = self._rounds.turn(everything=False) + self._hops.turn(before, view)
         if not replica.ready or last is None or not held or replica.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
-        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save, bool(last.skipped))
+        scale = self.settings.scale(last.counted)
+        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save, bool(last.skipped), scale)
         return [*commands, Do(replica.applying)]
 
     # ------------------------------------------------------------------------------------------------------- events

@@ -181,7 +181,15 @@ class CatchUp:
 
     def _apply(self, commit: Committed) -> list[Command]:
         task = f"s/{next(self._serial)}"
-        self._replica.applying = Apply(task, commit.step, commit.round, commit.norm, False, bool(commit.skipped))
+        self._replica.applying = Apply(
+            task,
+            commit.step,
+            commit.round,
+            commit.norm,
+            save=False,
+            skip=bool(commit.skipped),
+            scale=self._settings.scale(commit.counted),
+        )
         words = f"applies step {commit.step}, which was committed while it downloaded"
         return [Note("state", words), Do(self._replica.applying), *self._give_up(commit.step + 1)]
 

@@ -39,6 +39,8 @@ class Swapping:
     """See base.Executor. Results are on the host. `sum` is read-only and another tensor after each backward: a failing microbatch
     must leave it unchanged, and may fail when some groups have been added."""
 
+    base = ""
+
     def __init__(
         self, stage: Stage, config: Config, streams: Streams | None = None, schedule: Schedule | None = None
     ) -> None:
@@ -81,13 +83,13 @@ class Swapping:
         self.sum.copy_(contribution)
         self._empty = False
 
-    def apply(self, reduced: Tensor, norm: float, step: int) -> None:
-        self.make(reduced, norm, step)
+    def apply(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
+        self.make(reduced, norm, step, scale)
         self.refresh()
 
-    def make(self, reduced: Tensor, norm: float, step: int) -> None:
+    def make(self, reduced: Tensor, norm: float, step: int, scale: float = 1.0) -> None:
         """See delayed.Restorable."""
-        self._master.apply(reduced, norm, step)
+        self._master.apply(reduced, norm, step, scale)
 
     def state(self) -> dict[str, Tensor]:
         return self._master.state()
@@ -162,7 +164,8 @@ class Swapping:
 
     def backward_batch(self, batch: Sequence[Tensor]) -> list[float]:
         """`backward` of microbatches of tokens (B, L+1) in a model of one stage. Returns their mean losses."""
-        slices = [part for tokens in batch for part in cut(self._slice, inputs(tokens), None, tokens)]
+        with memory.host():
+            slices = [part for tokens in batch for part in cut(self._slice, inputs(tokens), None, tokens)]
         results = self.backward_many(*zip(*slices, strict=True))
         slices_per_microbatch = len(results) // len(batch)
         losses = [

@@ -85,8 +85,11 @@ def of_seat(config: Config, plan: Plan, number: int, cluster: Cluster | None) ->
     name = tree["device"]["machine"] = names[number]
     stage = plan.stages[plan.seats[name]]
     if config.device.executor != "emulated":
-        tree["device"] |= {"executor": stage.executor, "checkpointing": stage.checkpointing}
-        tree["device"]["kept_activations"] = stage.kept_activations
+        cards = plan.peers[number].cards if plan.peers else 1
+        count = cards if cards > 1 else config.device.count
+        shared_out = {"count": count, "executor": "resident", "checkpointing": stage.checkpointing}
+        alone = {"executor": stage.executor, "kept_activations": stage.kept_activations}
+        tree["device"] |= shared_out if count > 1 else shared_out | alone
     elif config.device.emulated_s == 0 and plan.peers:
         _rehearse(tree, plan, number)
     if cluster is not None:

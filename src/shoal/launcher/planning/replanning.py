@@ -14,8 +14,6 @@ from shoal.planner.strategy import choices, plan, replan
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.replan import Running, Verdict
 
-CHANGE_OVER = 3  # exit code when another plan is worth it, for scripts that watch a run; 0: go on as it is
-
 
 def verdict(directory: Path, problem: Problem) -> Verdict:
     """`problem`: the run's, on the machines that are available now."""

@@ -11,19 +11,21 @@ from collections import Counter, deque
 import msgspec
 
 from shoal import units
-from shoal.config import Config, microbatches
+from shoal.config import Config, microbatches, tokens_per_step
 from shoal.core.consensus.certificates import can_agree, casting_voter
 from shoal.core.messages import Peer, View
 from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
-from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
+from shoal.dashboard.terminal import Happening, Snapshot
 from shoal.escaping import escaped, escaped_lines
 from shoal.launcher.watching.members import Members
+from shoal.launcher.watching.presence import Presence, natural
 from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
 from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Located, Notice, PeerProgress
 from shoal.traffic import Traffic
 
 HAPPENINGS = 60  # kept for the view
+COMMITS = 20  # of these at most are commits, which every other event is rarer than
 RECENT_STEPS = 20  # that the live tokens per second are measured over
 _SAVED = re.compile(r"step (\d{1,15}) saved at (.*?)(?: in \d+ copies)?", re.DOTALL)
 _NAME = re.compile(r"\b([a-z2-7]{6})[a-z2-7]{26}\.[0-9a-z]+(?:\.[a-z2-7]{12}\.[0-9]+)?\b")
@@ -51,6 +53,7 @@ class RunMonitor:
             resumed.base,
         )
         self.everyone = Members()
+        self.presence = Presence()
         self.standing: dict[str, PeerProgress] = {}  # by label, of the peers that live
         self.carried: dict[Peer, PeerProgress] = {}  # the last that each peer told, those that are gone too
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
@@ -66,11 +69,13 @@ class RunMonitor:
         match line:
             case Listening():
                 self.labels[line.peer] = label
+                self.presence.listening(label, now)
             case Located():
                 self.everyone.machines[line.peer] = escaped(line.host)
             case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line
+                self.presence.reported(label, line, now)
                 self.everyone.update(self.standing, now)
             case Notice():
                 if line.kind == "checkpoint" and (match := _SAVED.fullmatch(line.text)):
@@ -105,6 +110,9 @@ class RunMonitor:
         serial = self.happenings[-1].serial + 1 if self.happenings else 1
         text = escaped(self._named(text))
         self.happenings.append(Happening(serial, now - self.started_s, escaped(kind), text, label))
+        commits = [event for event in self.happenings if event.kind == "commit"]
+        if len(commits) > COMMITS:
+            self.happenings.remove(commits[0])
 
     def _named(self, text: str) -> str:
         """With peers' labels, or the beginnings of their names, instead of the whole."""
@@ -113,8 +121,9 @@ class RunMonitor:
                 text = text.replace(peer, known)
         return _NAME.sub(r"\1", text)
 
-    def remove(self, label: str) -> None:
-        self.standing.pop(label, None)
+    def remove(self, label: str, now: float, *, well: bool) -> None:
+        """The peer's process has ended. `well`: as it said, in good order."""
+        self.presence.ended(label, self.standing.pop(label, None), now, well=well)
 
     @property
     def labels(self) -> dict[Peer, str]:
@@ -202,8 +211,7 @@ class RunMonitor:
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
         step_s = self.step_s(recent)
-        tokens = self.config.train.batch * self.config.train.local_steps * self.config.data.sequence
-        return tokens / step_s if step_s else 0.0
+        return tokens_per_step(self.config) / step_s if step_s else 0.0
 
     def step_s(self, recent: int | None = None) -> float:
         """Between two commits of this session, over the same steps; 0.0 while there are fewer than two."""
@@ -244,16 +252,21 @@ class RunMonitor:
             issued=account.issued,
             committed=account.committed,
             redone=account.redone,
+            counted_twice=account.counted_twice,
+            lost=self.books.lost,
             undone=account.undone,
+            skipped=account.skipped,
+            joined=account.joined,
             recovered=self.books.recovered,
             staleness=self.config.train.staleness,
             stopped=self._stopped(),
             advice=self.advice(),
             survives=self.everyone.survives(view),
             peers=(
-                *(_peer_line(label, self.standing[label]) for label in sorted(self.standing, key=_natural)),
+                *self.presence.lines(self.standing, now),
                 *self.everyone.lines(view, self.standing),
             ),
+            ended=tuple(self.presence.ended_lately(now)),
             sent=self._sent(),
             unsaved=self.unsaved(),
             happenings=tuple(self.happenings),
@@ -293,7 +306,7 @@ class RunMonitor:
             sent=self._sent(),
             traffic={
                 self.labels.get(peer, peer): PeerTraffic(line.sent, line.received, line.kept_most)
-                for peer, line in sorted(self.carried.items(), key=lambda item: _natural(self.labels.get(item[0], "")))
+                for peer, line in sorted(self.carried.items(), key=lambda item: natural(self.labels.get(item[0], "")))
             },
             staleness=self.config.train.staleness,
             overlapped_steps=len(self.books.overlapped),
@@ -368,22 +381,3 @@ class MajorityWatch:
         if self._lost is None or self._lost[0] != view.number:
             self._lost = view.number, now
         return now - self._lost[1]
-
-
-def _peer_line(label: str, standing: PeerProgress) -> PeerLine:
-    return PeerLine(
-        label=label,
-        stage=standing.stage,
-        ready=standing.ready,
-        leading=standing.leading,
-        queue_s=standing.queue_s,
-        rate=standing.rate,
-        sent=standing.sent,
-        received=standing.received,
-        kept=standing.kept,
-    )
-
-
-def _natural(label: str) -> tuple[int, str]:
-    digits = "".join(filter(str.isdigit, label))
-    return (int(digits) if digits else 0, label)

@@ -13,6 +13,8 @@ and unlimited for a device's own lines.
     count = 4
     flops = "35 TFLOP/s"                   sustained, in the run's dtype
     memory_bytes = "24 GB"
+    cards = 2                              of a peer with device.count = 2; flops and memory_bytes are those of one card
+    cards_efficiency = 0.8                 the speed of such a peer over the sum of its cards' (0.8 is assumed)
     up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
                                            egress_price_per_GB, losses_per_h, region
 
@@ -52,7 +54,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     flops: float  # sustained, per second
-    memory_bytes: float = 0.0  # of the device
+    memory_bytes: float = 0.0  # of all its cards
+    cards: int = 1  # device.count of its peer
+    cards_efficiency: float = (
+        0.8  # of several: their speed together over the sum; assumed, as no machine with several was measured
+    )
     host_memory_bytes: float = 0.0  # beside it, for swapping
     host_Bps: float = 25e9  # between the two, one way: PCIe 4
     up_Bps: float = 0.0
@@ -63,6 +69,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
     region: str = ""
     basis: str = "stated"  # where its figures are from; `shoal probe` writes that they were measured
+
+    def together(self) -> Device:
+        """Of all cards of the peer, where these figures are of one."""
+        return self._scaled(self.cards * self.cards_efficiency, self.cards)
+
+    def one_card(self) -> Device:
+        """Of one card, where these figures are of all."""
+        return self._scaled(1 / (self.cards * self.cards_efficiency), 1 / self.cards)
+
+    def _scaled(self, flops: float, memory: float) -> Device:
+        if self.cards == 1:
+            return self
+        return msgspec.structs.replace(self, flops=self.flops * flops, memory_bytes=self.memory_bytes * memory)
 
 
 class Cluster(msgspec.Struct, frozen=True, eq=False):
@@ -318,6 +337,11 @@ def _devices(table: object, where: str) -> list[Device]:
     if values["flops"] <= 0:
         raise ValueError(f"{where}.flops = {values['flops']} must be above 0")
     device = Device(**values)
+    if device.cards < 1 or not 0 < device.cards_efficiency <= 1:
+        raise ValueError(
+            f"{where}: cards = {device.cards} must be 1 or more, cards_efficiency = {device.cards_efficiency} above 0 and at most 1"
+        )
+    device = device.together()
     return (
         [device] if count == 1 else [msgspec.structs.replace(device, name=f"{device.name}-{k}") for k in range(count)]
     )

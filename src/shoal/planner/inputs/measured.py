@@ -91,7 +91,9 @@ def cluster_text(machines: Sequence[Machine], links: Sequence[MeasuredLink], not
 
 
 def _device(device: Device, name: str) -> list[str]:
+    device = device.one_card()
     lines = ["[[device]]", f'name = "{name}"', f'flops = "{_scaled(device.flops)}FLOP/s"']
+    lines += [f"cards = {device.cards}", f"cards_efficiency = {device.cards_efficiency:g}"] if device.cards > 1 else []
     for field in _FIELDS:
         value = getattr(device, field)
         if value:

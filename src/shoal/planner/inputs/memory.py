@@ -43,6 +43,7 @@ class Need(msgspec.Struct, frozen=True):
         0.0  # of a local or outer step, besides outer_bytes, where device and host share their memory
     )
     graph_bytes: float = 0.0  # device bytes of a forward whose activations are kept
+    collected_bytes: float = 0.0  # of each of several cards: what is whole there while it computes
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ def peak(need: Need, device: Device) -> float:
 
 
 def _beside_bytes(need: Need, device: Device) -> float:
-    return need.kept_bytes + need.outer_bytes if shared(device) else 0.0
+    own_bytes = need.kept_bytes + need.outer_bytes if shared(device) else 0.0
+    return own_bytes + (device.cards * need.collected_bytes if device.cards > 1 else 0.0)
 
 
 class Optimizer(msgspec.Struct, frozen=True):
@@ -116,7 +118,7 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes
+    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes + stage.frozen_bytes
     stepping_bytes = optimizer.stepping_bytes(stage)
 
     def peak_bytes(checkpointing: bool) -> float:
@@ -130,7 +132,14 @@ def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
         outer_bytes=optimizer.outer_bytes(stage),
         stepping_bytes=SLACK * (fixed_bytes + optimizer.outer_stepping_bytes(stage)) if optimizer.local else 0.0,
         graph_bytes=graph_bytes(stage, boundary_bytes, value_bytes),
+        collected_bytes=_collected_bytes(stage, value_bytes),
     )
+
+
+def _collected_bytes(stage: StageProfile, value_bytes: int) -> float:
+    """Of executor/shards: values and fp32 gradients of two blocks, the next one is collected meanwhile, and of all beside the blocks."""
+    blocks = [part.parameters for part in stage.parts if part.input_bytes]
+    return (stage.parameters - sum(blocks) + 2 * max(blocks, default=0.0)) * (value_bytes + FP32)
 
 
 def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool) -> float:
@@ -217,6 +226,8 @@ def _group_bytes(stage: StageProfile, group: Sequence[Part], value_bytes: int, h
 
 def kept_activations(need: Need, device: Device, wanted: int) -> int:
     """Of how many forwards a resident stage keeps the activations, at most `wanted`: in half of what is left, as it does when it runs."""
+    if device.cards > 1:
+        return 0
     if not device.memory_bytes:
         return wanted
     left_bytes = device.memory_bytes - reserve(device) - peak(need, device)
@@ -224,7 +235,9 @@ def kept_activations(need: Need, device: Device, wanted: int) -> int:
 
 
 def reserve(device: Device) -> float:
-    return RESERVE_BYTES if device.memory_bytes >= SMALL_BYTES else device.memory_bytes / 8
+    return (
+        device.cards * RESERVE_BYTES if device.memory_bytes >= device.cards * SMALL_BYTES else device.memory_bytes / 8
+    )
 
 
 def lacking(need: Need, device: Device) -> float:

@@ -58,7 +58,7 @@ class Part(msgspec.Struct, frozen=True):
     """A block, or the embedding, or the head; per microbatch where it says so."""
 
     name: str
-    parameters: float
+    parameters: float  # that are trained
     flops: float  # of one forward, per microbatch
     activation_bytes: float  # kept for its backward, per microbatch
     working_bytes: float = 0.0  # beyond that and its gradients, at the worst moment of its backward
@@ -67,6 +67,8 @@ class Part(msgspec.Struct, frozen=True):
     forward_bytes: float = 0.0  # of its forward, at the worst moment, its input included
     shared_bytes: float = 0.0  # kept once for all blocks of a stage, such as tables of positions
     passed_bytes: float = 0.0  # made once for all blocks of a stage: those, and masks
+    frozen_bytes: float = 0.0  # of parameters that are not trained
+    back_flops: float | None = None  # of its backward, besides a forward that it recomputes; None: of two forwards
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"
@@ -99,6 +101,7 @@ class Profile(msgspec.Struct, frozen=True):
                 forward_bytes=factor * part.forward_bytes,
                 shared_bytes=factor * part.shared_bytes,
                 passed_bytes=factor * part.passed_bytes,
+                back_flops=None if part.back_flops is None else factor * part.back_flops,
             )
             for part in self.parts
         )
@@ -137,7 +140,7 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 class StageProfile(msgspec.Struct, frozen=True):
-    parameters: float
+    parameters: float  # that are trained
     flops: float  # of one forward, per microbatch
     activation_bytes: float
     largest_parameters: float  # of its largest part: what swapping must hold at once
@@ -146,6 +149,16 @@ class StageProfile(msgspec.Struct, frozen=True):
     last: bool
     tied: bool  # its first and its last part share a matrix
     slices: int
+
+    @property
+    def frozen_bytes(self) -> float:
+        return sum(part.frozen_bytes for part in self.parts) - (self.parts[0].frozen_bytes if self.tied else 0.0)
+
+    @property
+    def back_flops(self) -> float:
+        """Of one backward, per microbatch, besides a forward that it recomputes."""
+        twice = BACKWARD - FORWARD
+        return sum(twice * part.flops if part.back_flops is None else part.back_flops for part in self.parts)
 
     @property
     def block_flops(self) -> float:

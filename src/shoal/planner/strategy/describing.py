@@ -56,7 +56,7 @@ def _stage(problem: Problem, option: Option, number: int) -> StagePlan:
     rates = [1 / hop_s(seats, d) for d in group]
     kept_bytes = problem.kept_bytes(span, math.ceil(seats.microbatches * max(rates) / sum(rates)))
     need = msgspec.structs.replace(need, kept_bytes=kept_bytes)
-    kept_activations = min(option.kept[d] for d in group)
+    kept_activations = min((option.kept[d] for d in group if devices[d].cards == 1), default=0)
     memory_bytes = max(memory.peak(need, devices[d]) for d in group) + kept_activations * need.graph_bytes
     last = number == option.stages - 1
     slowest_s = max(seats.backward_s[d] + (0.0 if last else seats.forward_s[d]) for d in group)
@@ -82,6 +82,7 @@ def _peers(problem: Problem, option: Option, memory_bytes: tuple[float, ...]) ->
             step.down_busy[device],
             step.sent_bytes[device],
             memory_bytes[seats.stage_of[device]],
+            problem.cluster.devices[device].cards,
         )
         for device in seats.seated
     )

@@ -50,6 +50,7 @@ class PeerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_busy: float = 0.0
     sent_bytes: float = 0.0  # per step
     memory_bytes: float = 0.0
+    cards: int = 1  # device.count
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

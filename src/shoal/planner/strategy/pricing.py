@@ -67,7 +67,9 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         if stage < 0:
             return 0.0
         recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
-        flops = (FORWARD if direction == FORWARD else BACKWARD - FORWARD + recomputed) * work[stage].flops
+        flops = work[stage].flops
+        if direction == BACKWARD:
+            flops = work[stage].back_flops + recomputed * flops
         if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
             flops += work[stage].block_flops
         compute_s = flops / devices[device].flops + codec_s
@@ -144,7 +146,7 @@ def owning(problem: Problem, seats: Seats) -> Seats:
 
 def lacks_bytes(problem: Problem, span: range, device: Device) -> float:
     resident = _lacks_resident(problem, span, device)
-    if resident <= 0 or not problem.swapping:
+    if resident <= 0 or not problem.swapping or device.cards > 1:
         return resident
     profile = problem.profile
     need = memory.swapping(profile.stage(span), profile.boundary_bytes, problem.work.value_bytes, problem.optimizer)

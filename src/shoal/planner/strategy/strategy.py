@@ -48,6 +48,12 @@ def decide(
     """The plan with the shortest predicted step. `budget` placements are priced roughly for each number of stages.
 
     `starts`: placements known to be possible; the search goes on from each, and the plan is no slower than any of them."""
+    for device in problem.cluster.devices:
+        if problem.work.sequences % device.cards and not problem.emulated_s:
+            raise ValueError(
+                f"{device.name} has {device.cards} cards, which do not divide a microbatch of {problem.work.sequences} sequences;"
+                f" try train.microbatch={device.cards}"
+            )
     if problem.local_steps > 1:
         if stages not in (None, 1):
             raise ValueError(

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -314,7 +315,7 @@ class Store:
 
 def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
-    from shoal.model import boundary
+    from shoal.model import adapters, boundary
     from shoal.model.families import cuts, hf_config
     from shoal.runtime.data.tokenizer import open_tokenizer
 
@@ -324,6 +325,9 @@ def about(config: Config, data: str, data_note: str) -> About:
     told = hf.to_json_string(use_diff=False)
     blocks = cuts(config, hf.num_hidden_layers)
     described = {"config.json": boundary.config_json(told, config.model.boundary, blocks) if blocks else told.encode()}
+    if config.tune.method != "full":  # transformers then looks for the frozen weights where they are, or says so
+        lora: Any = adapters.settings(config.tune, str(Path(config.model.path).resolve()))  # not annotated by PEFT
+        described["adapter_config.json"] = json.dumps(lora.to_dict(), indent=2, default=list).encode()
     return About(config, data, data_note, described | open_tokenizer(config.data.tokenizer).files())
 
 

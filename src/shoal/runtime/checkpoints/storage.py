@@ -16,9 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import msgspec
-from fsspec.implementations.local import LocalFileSystem
 
 PLACE = ".place"  # a file whose content names the place
 READ_BYTES = 8 << 20  # at a time, when every byte of a file is hashed
@@ -36,6 +34,9 @@ class Storage:
     """ValueError when that kind of storage is not at hand."""
 
     def __init__(self, url: str) -> None:
+        import fsspec  # 40 ms, which commands that look at no checkpoint save
+        from fsspec.implementations.local import LocalFileSystem
+
         self.url = url
         try:
             self._fs, self.root = fsspec.core.url_to_fs(url)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
-import json
 import os
 import platform
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,8 @@ import numpy as np
 
 from shoal import guest
 from shoal.config import Data
+from shoal.runtime.data.rows import Rows
 from shoal.runtime.data.sampling import Stored
-from shoal.runtime.data.tokenizer import Tokenizer, encode_document
 
 # Directories and files of the library that differ between distributions of the same Python, or belong to a machine.
 NOT_LIBRARY = frozenset(
@@ -28,35 +29,27 @@ NOT_LIBRARY_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "user
 
 
 class Corpus(msgspec.Struct, frozen=True):
-    """Text in files, in an order that does not depend on the machine. `json_field` is set for JSON lines."""
+    """Text in files, in an order that does not depend on the machine. `lines`: each is lines of JSON."""
 
     name: str
     root: Path
     files: tuple[Path, ...]
-    json_field: str = ""
+    lines: bool = False
 
     @property
     def count(self) -> int:
         return len(self.files)
 
-    def documents(self) -> Iterator[bytes]:
+    def rows(self) -> Iterator[tuple[str, bytes]]:
+        """Where each file or line stands, and its bytes."""
         for path in self.files:
-            if not self.json_field:
-                yield path.read_bytes().replace(b"\r\n", b"\n")
+            if not self.lines:
+                yield str(path), path.read_bytes().replace(b"\r\n", b"\n")
                 continue
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield text_field(_json(line, path, number), self.json_field, f"{path}:{number}")
-
-
-def _json(line: bytes, path: Path, number: int) -> object:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{path}:{number}: not a line of JSON ({error}); data.source = 'text' reads plain text"
-        ) from error
+                        yield f"{path}:{number}", line
 
 
 def open_corpus(data: Data) -> Corpus:
@@ -70,8 +63,26 @@ def open_corpus(data: Data) -> Corpus:
     root, files = _files(data.path, suffix, data.root)
     if data.root:
         guest.refuse_outside(data.root, files, "data.path")
-    field = data.field if data.source == "jsonl" else ""
-    return Corpus(f"{data.source} files at {data.path}", root, files, field)
+    return Corpus(f"{data.source} files at {data.path}", root, files, data.source == "jsonl")
+
+
+def parts(corpus: Corpus, names: Collection[str]) -> list[Corpus]:
+    """The files below each of these names. ValueError: a file below none or several, or a name with no files."""
+    held: dict[str, list[Path]] = {name: [] for name in names}
+    for file in corpus.files:
+        path = file.relative_to(corpus.root)
+        below = [name for name in names if path.is_relative_to(name)]
+        if len(below) != 1:
+            raise ValueError(
+                f"data.weights: {path} is below {' and '.join(map(repr, below)) or 'none of its names'}; it must be below one"
+            )
+        held[below[0]].append(file)
+    if empty := next((name for name in names if not held[name]), ""):
+        raise ValueError(f"data.weights: no file of data.path is below {empty!r}; names are relative to {corpus.root}")
+    return [
+        msgspec.structs.replace(corpus, name=f"{corpus.name}, {name}", files=tuple(files))
+        for name, files in held.items()
+    ]
 
 
 def _files(path: str, suffix: str, within: str = "") -> tuple[Path, tuple[Path, ...]]:
@@ -127,37 +138,53 @@ def _library() -> Corpus:
     return Corpus(f"library of Python {platform.python_version()}", root, _ordered(root, found))
 
 
-def text_field(row: object, field: str, where: str) -> bytes:
-    if not isinstance(row, dict) or field not in row:
-        names = ", ".join(map(repr, sorted(row))) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise ValueError(f"{where}: no field {field!r}; it has {names or 'none'}; set data.field")
-    if not isinstance(row[field], str):
-        raise ValueError(f"{where}: field {field!r} holds a {type(row[field]).__name__}, not text; set data.field")
-    return str(row[field]).encode()
+class Stock(msgspec.Struct, frozen=True):
+    """All tokens of a corpus."""
+
+    tokens: Stored
+    digest: str
+    skipped: int  # wrong rows
 
 
-def read_tokens(corpus: Corpus, tokenizer: Tokenizer, cache: Path | None) -> tuple[Stored, str]:
-    """All tokens of the corpus and their digest, from the cache when it holds them."""
-    dtype = np.dtype("<u1" if tokenizer.vocabulary <= 1 << 8 else "<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+def read_tokens(corpus: Corpus, rows: Rows, cache: Path | None) -> Stock:
+    """From the cache when it holds them. ValueError: a wrong row."""
     if cache is None:
         held = bytearray()
-        digest = _write_tokens(corpus, tokenizer, dtype, held.extend)
-        return np.frombuffer(held, dtype=dtype), digest
-    place = cache / f"{_cache_key(corpus, tokenizer)}.tokens"
+        digest = _write_tokens(corpus, rows, held.extend)
+        return Stock(np.frombuffer(held, dtype=rows.dtype), digest, rows.skipped)
+    place = cache / f"{_cache_key(corpus, rows)}.tokens"
     note = place.with_suffix(".sha256")
-    if not note.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            try:
-                digest = _write_tokens(corpus, tokenizer, dtype, file.write)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, place)  # peers that start together write the same bytes: any of them may be last
-        _write_whole(note, digest.encode())
-    if place.stat().st_size == 0:
-        return np.empty(0, dtype=dtype), note.read_text()
-    return np.memmap(place, dtype=dtype, mode="r"), note.read_text()
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache):  # peers that start together wait for the first, which writes
+        if not note.exists():
+            _write_cache(corpus, rows, place, note)
+    digest, skipped = note.read_text().split()
+    empty = place.stat().st_size == 0
+    tokens = np.empty(0, dtype=rows.dtype) if empty else np.memmap(place, dtype=rows.dtype, mode="r")
+    return Stock(tokens, digest, int(skipped))
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else on this machine writes to that cache meanwhile; a process that dies no longer does."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: each writes the same bytes, and any of them may be last
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _write_cache(corpus: Corpus, rows: Rows, place: Path, note: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        try:
+            digest = _write_tokens(corpus, rows, file.write)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.replace(file.name, place)
+    _write_whole(note, f"{digest} {rows.skipped}".encode())
 
 
 def _write_whole(path: Path, text: bytes) -> None:
@@ -166,19 +193,17 @@ def _write_whole(path: Path, text: bytes) -> None:
     os.replace(file.name, path)
 
 
-def _write_tokens(
-    corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger], write: Callable[[bytes], object]
-) -> str:
+def _write_tokens(corpus: Corpus, rows: Rows, write: Callable[[bytes], object]) -> str:
     sha = hashlib.sha256()
-    for text in corpus.documents():
-        data = encode_document(tokenizer, text).astype(dtype).tobytes()
+    for tokens in rows.pieces(corpus.rows()):
+        data = tokens.astype(rows.dtype).tobytes()
         sha.update(data)
         write(data)
     return sha.hexdigest()
 
 
-def _cache_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    sha = hashlib.sha256(f"{tokenizer.fingerprint}\0{corpus.json_field}".encode())
+def _cache_key(corpus: Corpus, rows: Rows) -> str:
+    sha = hashlib.sha256(rows.name.encode())
     for path in corpus.files:
         stat = path.stat()
         sha.update(f"\0{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())

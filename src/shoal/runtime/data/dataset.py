@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from shoal.config import Config, Data, Train, microbatches
-from shoal.runtime.data.corpus import open_corpus, read_tokens, text_field
-from shoal.runtime.data.sampling import PackedSamples, Samples, StreamedSamples
+from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
+from shoal.runtime.data.rows import Rows
+from shoal.runtime.data.sampling import MixedSamples, PackedSamples, Samples, StreamedSamples
 from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
+
+if TYPE_CHECKING:  # `shoal invite` reads the digest alone, and need not wait for torch
+    import torch
 
 
 class Dataset:
@@ -32,11 +36,13 @@ class Dataset:
         self.describe = samples.describe
 
     def sample(self, i: int) -> Tokens:
-        """Sample `i`: sequence + 1 tokens, int64."""
+        """Sample `i`: sequence + 1 tokens, int64; ~id for one whose loss does not count."""
         return self._samples.sample(i)
 
     def microbatch(self, step: int, index: int) -> torch.Tensor:
         """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
+        import torch
+
         size = self._train.microbatch
         first = (step * microbatches(self._train) + index) * size
         with self._lock:
@@ -50,21 +56,34 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
     tokenizer = open_tokenizer(config.data.tokenizer)
     limit = vocabulary(config)
     if tokenizer.vocabulary > limit:
+        setting = "model.extra.vocab_size" if config.model.path else "model.vocab_size"
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocabulary} ids, "
-            f"the model's vocabulary {limit}; set model.vocab_size to at least {tokenizer.vocabulary}"
+            f"the model's vocabulary {limit}; set {setting} to at least {tokenizer.vocabulary}"
         )
     if config.data.document_end not in (-1, tokenizer.separator):
         raise ValueError(
             f"data.document_end = {config.data.document_end}, but data.tokenizer = {config.data.tokenizer!r} ends documents with"
             f" {tokenizer.separator}; set data.document_end={-1 if tokenizer.separator is None else tokenizer.separator}"
         )
+    if config.data.format == "chat" and not tokenizer.template:
+        raise ValueError(
+            f"data.format = 'chat', but data.tokenizer = {config.data.tokenizer!r} has no chat template; put a chat_template.jinja"
+            " beside its files, or name the tokenizer of a model made for chats"
+        )
     if config.data.source == "huggingface":
-        return Dataset(_streamed(config.data, tokenizer, config.run.seed), config.train)
-    corpus = open_corpus(config.data)
-    tokens, digest = read_tokens(corpus, tokenizer, cache)
-    note = f"{corpus.name}: {corpus.count} documents, {len(tokens)} tokens, sha256 {digest[:16]}"
-    return Dataset(PackedSamples(tokens, config.data.sequence, config.run.seed, digest, note), config.train)
+        return Dataset(_streamed(config.data, Rows(config.data, tokenizer), config.run.seed), config.train)
+    corpus, weights = open_corpus(config.data), config.data.weights
+    samples = [_packed(part, config, tokenizer, cache) for part in (parts(corpus, weights) if weights else [corpus])]
+    return Dataset(MixedSamples(samples, weights, config.run.seed) if weights else samples[0], config.train)
+
+
+def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | None) -> PackedSamples:
+    stock = read_tokens(corpus, Rows(config.data, tokenizer), cache)
+    note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens, sha256 {stock.digest[:16]}"
+    if stock.skipped:
+        note += f"; {stock.skipped} wrong rows skipped"
+    return PackedSamples(stock.tokens, config.data.sequence, config.run.seed, stock.digest, note)
 
 
 def vocabulary(config: Config) -> int:
@@ -76,7 +95,7 @@ def vocabulary(config: Config) -> int:
     return int(hf_config(config).vocab_size)
 
 
-def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> StreamedSamples:
+def _streamed(data: Data, rows: Rows, seed: int) -> StreamedSamples:
     try:
         import datasets
     except ImportError as error:
@@ -86,13 +105,13 @@ def _streamed(data: Data, tokenizer: Tokenizer, seed: int) -> StreamedSamples:
     name, _, subset = data.path.partition(":")
     label = f"data.path = {data.path!r}, data.split = {data.split!r}"
     try:
-        rows = datasets.load_dataset(name, subset or None, split=data.split, streaming=True)
+        stream = datasets.load_dataset(name, subset or None, split=data.split, streaming=True)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
         raise ValueError(f"{label}: cannot open this dataset: {error}") from error
 
-    def documents(first: int) -> Iterator[bytes]:
-        for row in rows.skip(first):
-            yield text_field(row, data.field, f"{label}: row")
+    def documents(first: int) -> Iterator[Tokens]:
+        return rows.pieces((f"{label}: row {number}", row) for number, row in enumerate(stream.skip(first), first))
 
-    next(documents(0), b"")  # a missing column or an unreachable host shows before training starts
-    return StreamedSamples(documents, tokenizer, data.sequence, seed, f"{name}:{subset}:{data.split}:{data.field}")
+    next(documents(0), None)  # a missing column or an unreachable host shows before training starts
+    place = f"{name}:{subset}:{data.split}"
+    return StreamedSamples(documents, data.sequence, seed, f"{place}\0{rows.name}", place)

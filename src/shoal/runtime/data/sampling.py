@@ -7,19 +7,28 @@ own. A stream is read block by block and shuffled within a block, since it canno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from threading import Thread
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.runtime.data.tokenizer import Tokenizer, Tokens, encode_document
+from shoal.runtime.data.tokenizer import Tokens
 
-Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Documents = Callable[[int], Iterator[bytes]]  # documents from that number on
+Stored = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32] | npt.NDArray[np.int32]
+Documents = Callable[[int], Iterator[Tokens]]  # tokens of the documents from that number on
 
 BLOCK_TOKENS = 1 << 20  # a streamed corpus is shuffled within blocks of so many: 8 MiB in memory, seconds to tokenise
-STREAM_BLOCKS = 2  # kept in memory: consecutive steps can need two blocks
+MIX = 1000  # consecutive samples in which each of several corpora has its share
+STREAM_BLOCKS = 3  # kept in memory: consecutive steps can need two blocks, and one is read ahead
+
+
+log = logging.getLogger(__name__)
 
 
 class Samples(Protocol):
@@ -46,6 +55,40 @@ class PackedSamples:
         epoch, position = divmod(i, self.count)
         start = permuted(position, self.count, (self._seed, epoch)) * self._sequence
         return self._tokens[start : start + self._sequence + 1].astype(np.int64)
+
+
+class MixedSamples:
+    """Several corpora: of every MIX consecutive samples each gives as many as its weight asks for, in an order drawn from the seed. Each
+    has epochs of its own."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Mapping[str, float], seed: int) -> None:
+        self._parts = parts
+        self._counts = _shares(weights)
+        self._starts = list(accumulate(self._counts, initial=0))
+        self._seed = seed
+        given = [(part.digest, count) for part, count in zip(parts, self._counts, strict=True)]
+        self.digest = hashlib.sha256(repr(given).encode()).hexdigest()
+        shares = (f"{count / MIX:.1%} {part.describe}" for part, count in zip(parts, self._counts, strict=True))
+        self.describe = "; ".join(shares)
+
+    def sample(self, i: int) -> Tokens:
+        block, offset = divmod(i, MIX)
+        place = permuted(offset, MIX, (self._seed, block, len(self._parts)))
+        at = bisect_right(self._starts, place) - 1
+        return self._parts[at].sample(block * self._counts[at] + place - self._starts[at])
+
+
+def _shares(weights: Mapping[str, float]) -> list[int]:
+    """Samples of MIX from each, as near to its weight as whole numbers are. ValueError: none from one of them."""
+    exact = {name: weight / math.fsum(weights.values()) * MIX for name, weight in weights.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    for name in sorted(exact, key=lambda name: counts[name] - exact[name])[: MIX - sum(counts.values())]:
+        counts[name] += 1
+    if rare := next((name for name, count in counts.items() if not count), ""):
+        raise ValueError(
+            f"data.weights: {rare!r} has less than one sample in {MIX}; give it more weight or leave it out"
+        )
+    return list(counts.values())
 
 
 def _too_short(tokens: int, sequence: int) -> ValueError:
@@ -82,22 +125,23 @@ def _mix(x: int) -> int:
 class StreamedSamples:
     """A corpus that can only be read from front to back, such as a streamed dataset.
 
-    Samples are shuffled within blocks. Going back reopens the stream at the block's first document; a resumed run reads
-    on from the beginning to its place, since no one knows where that is in the documents."""
+    Samples are shuffled within blocks; while one is used, the next is read and tokenised on another thread. Going back reopens the
+    stream at the block's first document; a resumed run reads on from the beginning to its place, since no one knows where that
+    is in the documents."""
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, sequence: int, seed: int, name: str) -> None:
+    def __init__(self, documents: Documents, sequence: int, seed: int, name: str, describe: str) -> None:
         self._documents = documents
-        self._tokenizer = tokenizer
         self._sequence = sequence
         self._seed = seed
         self._block_samples = max(64, BLOCK_TOKENS // sequence)
         self._starts = [(0, 0)]  # of each block known: its first document, and how many of that one's tokens to skip
-        self._blocks: dict[int, npt.NDArray[np.uint32]] = {}
-        self._reader: Iterator[npt.NDArray[np.uint32]] | None = None
+        self._blocks: dict[int, npt.NDArray[np.int32]] = {}
+        self._reader: Iterator[npt.NDArray[np.int32]] | None = None
         self._next = 0  # the block that the reader gives next
+        self._ahead: Thread | None = None  # that reads block _next; nothing else uses the reader meanwhile
         self._count: int | None = None  # samples of an epoch, once the end was seen
-        self.digest = hashlib.sha256(f"{name}\0{tokenizer.fingerprint}".encode()).hexdigest()
-        self.describe = f"{name}, streamed; sha256 of its name and tokenizer {self.digest[:16]}"
+        self.digest = hashlib.sha256(name.encode()).hexdigest()
+        self.describe = f"{describe}, streamed; sha256 of its name and tokenizer {self.digest[:16]}"
 
     def sample(self, i: int) -> Tokens:
         while True:
@@ -110,20 +154,38 @@ class StreamedSamples:
                 return block[start : start + self._sequence + 1].astype(np.int64)
             assert self._count is not None  # a short block is the last one: the next turn knows the epoch's length
 
-    def _block(self, number: int) -> npt.NDArray[np.uint32]:
+    def _block(self, number: int) -> npt.NDArray[np.int32]:
         """Block `number` of the epoch; at the stream's end, whatever the last read gave."""
-        if number in self._blocks:
-            return self._blocks[number]
+        block = self._blocks.get(number)
+        if block is None:
+            if self._ahead is not None:
+                self._ahead.join()
+            block = self._blocks.get(number)
+        if block is None:
+            block = self._read_block(number)
+        idle = self._ahead is None or not self._ahead.is_alive()
+        if idle and self._next == number + 1 and self._reader is not None:
+            self._ahead = Thread(target=self._read_ahead, args=(self._next,), name="shoal-data", daemon=True)
+            self._ahead.start()
+        return block
+
+    def _read_ahead(self, number: int) -> None:
+        try:
+            self._read_block(number)
+        except Exception as error:  # noqa: BLE001 - a library's or the network's: whoever needs the block reads it again
+            log.warning("block %d of the data could not be read ahead: %s", number, error)
+
+    def _read_block(self, number: int) -> npt.NDArray[np.int32]:
         if self._reader is None or self._next > number:
             self._next = min(number, len(self._starts) - 1)
             self._reader = self._read(self._next)
-        block = np.empty(0, dtype=np.uint32)
+        block = np.empty(0, dtype=np.int32)
         while self._next <= number:
             try:
                 block = next(self._reader)
             except StopIteration:
                 self._reader = None
-                return np.empty(0, dtype=np.uint32)
+                return np.empty(0, dtype=np.int32)
             except BaseException:
                 self._reader = None  # a broken generator gives nothing more: the next sample opens the stream anew
                 raise
@@ -133,18 +195,18 @@ class StreamedSamples:
                 self._blocks.pop(next(iter(self._blocks)))
         return block
 
-    def _read(self, number: int) -> Iterator[npt.NDArray[np.uint32]]:
+    def _read(self, number: int) -> Iterator[npt.NDArray[np.int32]]:
         """Blocks from `number` on; each begins with the last token of the one before."""
         wanted = self._block_samples * self._sequence
         document, skip = self._starts[number]
         held: list[Tokens] = []  # whole documents, the first of them numbered `document` and used from `skip` on
         total = -skip
-        for text in self._documents(document):
-            held.append(self._encode(text))
-            total += len(held[-1])
+        for tokens in self._documents(document):
+            held.append(tokens)
+            total += len(tokens)
             while total > wanted:
                 joined = np.concatenate(held)[skip:]
-                yield joined[: wanted + 1].astype(np.uint32)
+                yield joined[: wanted + 1].astype(np.int32)
                 skip += wanted
                 total -= wanted
                 while skip >= len(held[0]):
@@ -153,12 +215,9 @@ class StreamedSamples:
                 number += 1
                 if len(self._starts) == number:
                     self._starts.append((document, skip))
-        tail = np.concatenate([*held, np.empty(0, dtype=np.int64)])[skip:].astype(np.uint32)
+        tail = np.concatenate([*held, np.empty(0, dtype=np.int64)])[skip:].astype(np.int32)
         samples = max(0, len(tail) - 1) // self._sequence
         self._count = number * self._block_samples + samples
         if self._count == 0:
             raise _too_short(len(tail), self._sequence)
         yield tail
-
-    def _encode(self, text: bytes) -> Tokens:
-        return encode_document(self._tokenizer, text)

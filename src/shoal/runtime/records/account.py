@@ -79,6 +79,7 @@ class CommitHistory:
         self.changes = 0  # increased with every change of `steps`
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
+        self._missing: dict[int, int] = {}  # microbatches that a stage lacks, by step of this session
         sizes = {step.commit.step: step.microbatches or microbatches for step in before}
         self._before = sum(
             sizes.get(number, microbatches) for number in range(first_step)
@@ -109,6 +110,8 @@ class CommitHistory:
             saved=view.saved,
         )
         self._steps[view.last.step] = step
+        if missing := self._count(step)[1]:
+            self._missing[view.last.step] = missing
         self.changes += 1
         return step
 
@@ -125,6 +128,7 @@ class CommitHistory:
         self.overlapped = {step for step in self.overlapped if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
+            self._missing.pop(number, None)
             self.changes += 1
 
     def _void(self, epoch: int, step: int) -> bool:
@@ -140,6 +144,11 @@ class CommitHistory:
     def account(self) -> Account:
         """The members' own count, of the whole run."""
         return self._whole(self.view.account if self.view is not None else Account())
+
+    @property
+    def lost(self) -> int:
+        """Microbatches that a stage of a committed step of this session lacks."""
+        return sum(self._missing.values())
 
     @property
     def recovered(self) -> int:

@@ -48,7 +48,7 @@ class Failures:
             return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older, lacks=lacks)
         log.error("%s failed", task, exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
-        if not base.alive(self._config):
+        if isinstance(error, base.DeviceLost) or not base.alive(self._config):
             return Failed(task.id, f"the device is lost: {reason}", lost=True)
         if stage is None or not base.out_of_memory(error) or not self._is_final(task):
             return Failed(task.id, reason)

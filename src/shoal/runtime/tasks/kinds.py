@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from shoal import codec
-from shoal.config import Config
+from shoal.config import Config, masked
 from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
 from shoal.executor.base import boundary
 from shoal.numerics import compress
@@ -43,6 +43,7 @@ class Kinds:
         name = str(dtype).removeprefix("torch.")
         self._stages = config.run.stages
         self._vocabulary = vocabulary(config)
+        self._least = -self._vocabulary if masked(config) else 0  # ~id: its loss does not count
         network = config.network
         self._boundary = BlobSpec("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
         self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
@@ -109,8 +110,10 @@ class Kinds:
         if blob.largest is not None and blob.largest <= MOST:
             return ""
         tensor = tensor_of(blob)
-        if kind is self._tokens and (int(tensor.min()) < 0 or int(tensor.max()) >= self._vocabulary):
-            return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not 0 to {self._vocabulary - 1}"
+        if kind is self._tokens and (int(tensor.min()) < self._least or int(tensor.max()) >= self._vocabulary):
+            return (
+                f"tokens from {int(tensor.min())} to {int(tensor.max())}, not {self._least} to {self._vocabulary - 1}"
+            )
         return _beyond(tensor) if tensor.is_floating_point() else ""
 
 

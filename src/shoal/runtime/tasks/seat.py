@@ -62,7 +62,7 @@ class Snapshots:
         for copy in (self._kept, self._exported):
             if copy is not None and copy.step == seat.step:
                 return copy
-        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step))
+        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step, seat.executor.base))
 
 
 class Download:
@@ -82,7 +82,7 @@ class Download:
         """Into a stage that was just built. The chunks are not needed again, whether they fit or not."""
         chunks, self._chunks = self._chunks, {}
         if isinstance(task, Import):
-            executor.load_state(_state(chunks, range(task.chunks), task.stage, task.step))
+            executor.load_state(_state(chunks, range(task.chunks), task.stage, task.step, executor.base))
             return
         first, whole = task.chunks[0], sum(task.chunks)
         below = _state(chunks, range(first), task.stage - 1, task.step)
@@ -96,16 +96,23 @@ def _whole(executor: Executor) -> dict[str, torch.Tensor]:
     return {**executor.state(), **previous}
 
 
-def _state(chunks: dict[int, torch.Tensor], wanted: range, stage: int, step: int) -> dict[str, torch.Tensor]:
-    """The state of that stage and step from its chunks."""
+def _state(
+    chunks: dict[int, torch.Tensor], wanted: range, stage: int, step: int, base: str | None = None
+) -> dict[str, torch.Tensor]:
+    """The state of that stage and step from its chunks. `base`: of the weights beside which it was trained; None: of any."""
     missing = [chunk for chunk in wanted if chunk not in chunks]
     if missing:
         raise ValueError(f"chunk {missing[0] - wanted.start} of {len(wanted)} was not downloaded")
     state, note = join([raw(chunks[chunk]) for chunk in wanted])
+    theirs = note.pop("base", "")
     if note != _note(stage, step):
         raise ValueError(f"the downloaded state is of {note}, not of {_note(stage, step)}")
+    if base is not None and theirs != base:
+        raise ValueError(
+            f"the downloaded adapters belong to other frozen weights ({theirs[:16]}, here {base[:16]}); is model.path the run's model?"
+        )
     return state
 
 
-def _note(stage: int, step: int) -> dict[str, str]:
-    return {"stage": str(stage), "step": str(step)}
+def _note(stage: int, step: int, base: str = "") -> dict[str, str]:
+    return {"stage": str(stage), "step": str(step), **({"base": base} if base else {})}

@@ -20,7 +20,7 @@ from functools import cached_property
 import msgspec
 import torch
 
-from shoal.config import Config
+from shoal.config import Config, masked
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -52,6 +52,7 @@ from shoal.core.messages import (
 from shoal.executor import create
 from shoal.executor.base import Executor, device_of, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
+from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
@@ -281,11 +282,14 @@ class TaskRunner:
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
         grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
+        result = Result(loss=loss)
+        if tokens is not None and masked(self._config):
+            result = Result(loss=loss, counted=counted(tokens))
         if grad_x is None or not task.out:
-            return Result(loss=loss)
+            return result
         grad_x = self._borders.plain(task, grad_x)
         held = self._outgoing.put(grad_x, self._config.network.gradients)
-        return msgspec.structs.replace(self._keep(task.out, held), loss=loss)
+        return msgspec.structs.replace(result, nbytes=self._keep(task.out, held).nbytes)
 
     def _computing(self, stage: int, step: int) -> Executor:
         """What computes that step and adds it up. With delayed updates the one before the next may still go on."""
@@ -339,7 +343,7 @@ class TaskRunner:
             seat.step = task.step + 1
             self._stepped.clear()
             raise Later("average", lambda: self._apply_beside(task, executor, reduced))
-        executor.apply(reduced, task.norm, task.step)
+        executor.apply(reduced, task.norm, task.step, task.scale)
         executor.zero(task.step + 1)
         seat.step = task.step + 1
         return self._applied(task, seat)
@@ -355,7 +359,7 @@ class TaskRunner:
     def _apply_beside(self, task: Apply, executor: Delayed, reduced: torch.Tensor) -> Result:
         """The second half of it with delayed updates, beside the hops of the next step."""
         try:
-            executor.finish(reduced, task.norm, task.step)
+            executor.finish(reduced, task.norm, task.step, task.scale)
             return self._applied(task, self._seated())
         finally:
             self._stepped.set()

@@ -208,9 +208,10 @@ class Strangers:
             return
         self._views[view.number] = view
         if view.last is not None and all(digest in self.context.world.reduced for digest in view.last.digests):
-            wanted = sum(map(norm_sq, view.last.digests))
-            if not math.isclose(view.last.norm**2, wanted, rel_tol=1e-9):
-                text = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted**0.5:g}"
+            scale = self.context.case.settings.scale(view.last.counted)
+            wanted = sum(map(norm_sq, view.last.digests)) ** 0.5 * scale
+            if not math.isclose(view.last.norm, wanted, rel_tol=1e-9):
+                text = f"step {view.last.step} is clipped by the norm {view.last.norm:g}, not {wanted:g}"
                 self.context.watch.report(node.name, "norm", text)
         before = self._views.get(view.number - 1)
         if before is not None:

@@ -42,7 +42,15 @@ SCENARIOS = {
             messages=Messages(drop=0.05, delay=0.02),
             happenings=Happenings(halves=3, one_ways=4, slows=2, pauses=3),
         ),
-        Scenario(name="chaos", messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02), happenings=_HARSH),
+        *(
+            Scenario(
+                name=name,
+                messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02),
+                happenings=_HARSH,
+                tokens=tokens,
+            )
+            for name, tokens in (("chaos", 0), ("counted", 512))
+        ),
         Scenario(
             name="wild",
             messages=Messages(drop=0.1, delay=0.05, stranger=0.05, fail=0.03, duplicate=0.1, reorder=0.1),
@@ -243,6 +251,7 @@ def suite(name: str) -> tuple[Scenario, ...]:
                 "leaving_60s",
                 "network",
                 "chaos",
+                "counted",
                 "wild",
                 "lost",
                 "damaged",

@@ -53,6 +53,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         staleness=late if scenario.staleness < 0 else scenario.staleness,
         activation_store_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
+        tokens=scenario.tokens,
     )
     disks = Random(f"{scenario.name}/{seed}/places")
     places = disks.randint(*scenario.places)

@@ -100,6 +100,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     saves: int = 0  # times that a launcher asks for a checkpoint now
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
+    tokens: int = 0  # of a microbatch, where the loss of some does not count; 0: where every token's does
     nonfinite: tuple[int, int] = (0, 0)  # steps with a microbatch whose result is not finite, whoever computes it
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
     acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything

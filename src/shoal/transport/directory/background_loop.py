@@ -6,6 +6,7 @@ For directories. The thread has a lower priority than the node's. Verifying a si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -44,6 +45,12 @@ class BackgroundLoop:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def post(self, call: Callable[[], object]) -> None:
+        """From any thread: call it in the background thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(call)
 
     def call_in_owner(self, call: Callable[[], object]) -> None:
         """Call it in the owner's loop, before `run` returns there what runs here now."""

@@ -196,10 +196,11 @@ class Dht:
         grant = self.membership.grant
         if grant is not None and grant.ends_s <= self.membership.clock():
             return
+        if self.own.multiaddrs:
+            await self._refresh()
         own = msgspec.structs.replace(self.own, expires_s=time.time() + TTL_S)
         if own.multiaddrs:
-            await self._refresh()
-            others = (*own.hosts[1:], *self._daemon.addresses)
+            others = (*own.hosts[1:], *own.relays, *self._daemon.addresses)
             own = msgspec.structs.replace(own, addresses=others[:MAX_ADDRESSES])
         self.own = own
         await self._background.run(self._store(own, seal(self.identity, self.membership, own)))

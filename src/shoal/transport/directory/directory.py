@@ -63,6 +63,7 @@ class Directory(Protocol):
     handed at once to the `learn` that the directory was made with, so that the transport knows the address."""
 
     own: PeerRecord  # as announced next
+    membership: Membership
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from shoal.transport.identity.passes import NotWelcome
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
 MAX_ADDRESSES = 16  # of one peer
+RELAY = "/relay/"  # begins the name of a relay, /relay/HOST/PORT
 MAX_RECORDS = 2048  # a View has 1,000 peers; an ordinary record has 450 bytes
 MAX_RECORDS_BYTES = 2 << 20  # half of what hivemind puts into a message
 KEY_RECORDS = 4  # names of one key: each start of a peer is another
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One peer of one run. `addresses` are further ways to it: hosts with the same ports, and libp2p multiaddrs, which begin with '/'."""
+    """One peer of one run. `addresses` are further routes to it: hosts with the same ports, relays (relay.py), and libp2p multiaddrs."""
 
     run: Annotated[str, msgspec.Meta(max_length=128)]
     peer: Peer
@@ -61,7 +62,11 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def multiaddrs(self) -> tuple[str, ...]:
-        return tuple(each for each in self.addresses if each.startswith("/"))
+        return tuple(each for each in self.addresses if each.startswith("/") and not each.startswith(RELAY))
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        return tuple(each for each in self.addresses if each.startswith(RELAY))
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):

@@ -18,14 +18,16 @@ import ssl
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import NameOID
 
 from shoal.core.messages import Peer
+
+if TYPE_CHECKING:  # imported where certificates are made and read: 30 ms, which a command without a network saves
+    from cryptography import x509
 
 KEY_ID_BYTES = 20  # of SHA-256: finding another key with the same id takes 2^160 tries
 KEY_ID_CHARS = KEY_ID_BYTES * 8 // 5
@@ -129,6 +131,8 @@ def client_context(identity: Identity) -> ssl.SSLContext:
 
 def certificate_key_id(certificate: bytes) -> str:
     """The key id of the (DER) certificate that the other side of a TLS connection has shown."""
+    from cryptography import x509
+
     key = x509.load_der_x509_certificate(certificate).public_key()
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError("the certificate's key is not ed25519")
@@ -152,6 +156,9 @@ def _prepared(context: ssl.SSLContext, identity: Identity) -> ssl.SSLContext:
 
 def _certificate(key: Ed25519PrivateKey, name: str, issuer: Ed25519PrivateKey) -> x509.Certificate:
     """Of `key`, issued by `issuer`; an authority's when they are the same."""
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
     own = public_bytes(key) == public_bytes(issuer)
     return (
         x509.CertificateBuilder()

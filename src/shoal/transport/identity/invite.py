@@ -4,46 +4,64 @@ A run is named by the key id of its authority, which stays the same for as long 
 person or machine: addresses to start from, a date, how many peers may come by it, and a key of its own that the authority has signed.
 With it the holder makes the pass of its peer (passes.py), which names the peer's key: a pass proves membership to anybody and is
 of no use to anybody else, so that a stranger who is shown one gains nothing. The authority renews passes and revokes them.
+
+The text is short (docs/design/2026-11-23-short-invites.md): of the holder's key it has the seed, and the authority signs the grant alone.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from shoal.core.messages import Override, View
-from shoal.transport.identity.identity import Identity, key_id, load_key, public_bytes, sign, verify
-from shoal.transport.identity.passes import ArrayStruct, Grant, Key, Pass, PassList, Revoked, Signature
+from shoal.transport.identity import text as written
+from shoal.transport.identity.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
+from shoal.transport.identity.passes import MAX_PEERS, ArrayStruct, Grant, Pass, PassList, Revoked, Seconds
 from shoal.transport.identity.passes import Membership as Membership
 
-PREFIX = "shoal-"
-MAX_INVITE_CHARS = 16384
+PREFIX = "shoal1"  # the number is the text's form
+_ANY_FORM = re.compile(r"shoal[-\d]")
+MAX_INVITE_CHARS = 8192
 MAX_CONFIG_BYTES = 4096
+SEED_BYTES = 16  # of the holder's key: as hard to guess as the key itself
+SIGNATURE_BYTES = 64
 PEERS = 16  # that an invite admits at a time, unless it says otherwise
 
 _Name = Annotated[str, msgspec.Meta(max_length=128)]
 _Config = Annotated[bytes, msgspec.Meta(max_length=MAX_CONFIG_BYTES)]
-_Address = Annotated[str, msgspec.Meta(max_length=256)]
+_KEYS_BYTES = PUBLIC_BYTES + SIGNATURE_BYTES + SEED_BYTES
 
 
-class Invite(ArrayStruct, frozen=True):
+class _Written(ArrayStruct, frozen=True):
+    """An invite's text as values."""
+
+    title: _Name
+    addresses: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=257)], ...], msgspec.Meta(max_length=32)]
+    keys: Annotated[
+        bytes, msgspec.Meta(min_length=_KEYS_BYTES, max_length=_KEYS_BYTES)
+    ]  # authority, its signature, seed
+    issued: Seconds
+    lifetime_s: Seconds
+    peers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PEERS)]
+    config: _Config
+
+
+class Invite(msgspec.Struct, frozen=True):
     """As read from its text. `addresses` are bootstrap addresses, in the directory's own form; `config` is what a newcomer
     needs to know of the run, in the composition root's own form."""
 
-    title: _Name
-    addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=32)]
+    title: str
+    addresses: tuple[str, ...]
     grant: Grant
-    secret: Key
-    signature: Signature = bytes(64)
-    config: _Config = b""
+    seed: bytes
+    config: bytes = b""
 
     @property
     def run(self) -> str:
@@ -52,8 +70,7 @@ class Invite(ArrayStruct, frozen=True):
     def membership(self, identity: Identity, clock: Callable[[], float] = time.time) -> Membership:
         """The identity's pass. From here on its name says by which invite it came."""
         identity.tag = self.grant.tag
-        holder = Ed25519PrivateKey.from_private_bytes(self.secret)
-        signature = sign(holder, "member", identity.public)
+        signature = sign(_holder(self.seed), "member", identity.public)
         proof = msgspec.msgpack.encode(Pass(self.grant, identity.public, signature))
         return Membership(self.run, proof, identity.name, clock)
 
@@ -93,19 +110,10 @@ class Authority:
         issued: float | None = None,
     ) -> str:
         """The text of a new invite, good until `expires` (seconds since 1970) and for so many peers at a time."""
-        holder = Ed25519PrivateKey.generate()
+        seed = os.urandom(SEED_BYTES)
         issued = min(time.time() if issued is None else issued, expires)
-        grant = self._granted(Grant(self.public, public_bytes(holder), max(0, int(issued)), int(expires), peers))
-        secret = holder.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        return self.text(Invite(title, addresses, grant, secret, config=config))
-
-    def text(self, invite: Invite) -> str:
-        """Signed, to be handed over."""
-        unsigned = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=bytes(64)))
-        data = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=sign(self._key, "invite", unsigned)))
-        text = PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
-        read_invite(text, now=0.0)  # names, limits and addresses that no peer would accept are refused here
-        return text
+        grant = Grant(self.public, public_bytes(_holder(seed)), max(0, int(issued)), int(expires), peers)
+        return as_text(Invite(title, addresses, self._granted(grant), seed, config))
 
     def renewed(self, grant: Grant, issued: float, expires: float) -> Grant:
         """The same for longer."""
@@ -135,30 +143,54 @@ def signed_by(override: Override, run: str) -> bool:
     return key_id(override.authority) == run and verify(override.authority, "override", unsigned, override.signature)
 
 
+def as_text(invite: Invite) -> str:
+    """To be handed over. ValueError: names, limits or addresses that no peer would accept."""
+    grant = invite.grant
+    keys = grant.authority + grant.signature + invite.seed
+    addresses = written.packed(invite.addresses)
+    lifetime_s = grant.expires - grant.issued
+    values = _Written(invite.title, addresses, keys, grant.issued, lifetime_s, grant.peers, invite.config)
+    text = PREFIX + written.encoded(msgspec.msgpack.encode(values))
+    read_invite(text, now=0.0)
+    return text
+
+
 def read_invite(text: str, now: float, run: str = "") -> Invite:
     """Check an invite; `run`, when given, is the run it must be for. ValueError says what is wrong with it. With `now` 0 its date is
     not looked at: it may have been renewed since, which only the run's peers know."""
     invite = _decoded("".join(text.split()))
-    unsigned = msgspec.msgpack.encode(msgspec.structs.replace(invite, signature=bytes(64)))
-    if not verify(invite.grant.authority, "invite", unsigned, invite.signature):
-        raise ValueError("this invite is forged or was altered: its signature is not the run authority's")
-    if public_bytes(Ed25519PrivateKey.from_private_bytes(invite.secret)) != invite.grant.holder:
-        raise ValueError("this invite is forged: its secret is not the one that the run's authority signed")
-    if run and invite.run != run:
-        raise ValueError(f"this invite is for run {invite.run} ('{invite.title}'), not for run {run}")
     try:
         invite.grant.check(now)
     except ValueError as error:
         raise ValueError(f"this invite is {error}") from None
+    if run and invite.run != run:
+        raise ValueError(f"this invite is for run {invite.run} ('{invite.title}'), not for run {run}")
     return invite
 
 
 def _decoded(text: str) -> Invite:
-    if not text.startswith(PREFIX) or len(text) > MAX_INVITE_CHARS:
+    if not _ANY_FORM.match(text) or len(text) > MAX_INVITE_CHARS:
         raise ValueError(f"not an invite; expected the text that `shoal invite` printed, which starts with '{PREFIX}'")
-    coded = text.removeprefix(PREFIX)
+    if not text.startswith(PREFIX):
+        raise ValueError(
+            "this invite was made by another version of Shoal, which writes them differently; ask for a new one, made by the version"
+            " that is installed here"
+        )
     try:
-        data = base64.b64decode(coded + "=" * (-len(coded) % 4), altchars=b"-_", validate=True)
-        return msgspec.msgpack.decode(data, type=Invite)
-    except (binascii.Error, msgspec.MsgspecError, UnicodeError):
+        values = _WRITTEN.decode(written.decoded(text.removeprefix(PREFIX)))
+        addresses = written.unpacked(values.addresses)
+    except (ValueError, msgspec.MsgspecError):
         raise ValueError("this invite is incomplete or was altered; copy the whole line") from None
+    keys = values.keys
+    authority, signature, seed = keys[:PUBLIC_BYTES], keys[PUBLIC_BYTES:-SEED_BYTES], keys[-SEED_BYTES:]
+    expires = values.issued + values.lifetime_s
+    grant = Grant(authority, public_bytes(_holder(seed)), values.issued, expires, values.peers, signature)
+    return Invite(values.title, addresses, grant, seed, values.config)
+
+
+def _holder(seed: bytes) -> Ed25519PrivateKey:
+    """The key that names members by this invite."""
+    return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"shoal: the holder of an invite" + seed).digest())
+
+
+_WRITTEN = msgspec.msgpack.Decoder(_Written)

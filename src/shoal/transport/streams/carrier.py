@@ -12,6 +12,9 @@ from typing import Protocol, TypeVar
 from shoal.core.messages import Peer
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 
+DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
+UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
+
 
 class ByteStream(Protocol):
     """Bytes in both directions, in steps (engine.py)."""
@@ -33,6 +36,10 @@ Opening = Generator["WaitFor | Engine", None, Authenticated]
 Route = TypeVar("Route")
 
 
+class Detached(ConnectionError):
+    """The carrier keeps an accepted connection for a purpose of its own."""
+
+
 class Carrier(Protocol[Route]):
     """The network beneath. The type of a route to a peer is the carrier's own: what it derived from `learn`'s address."""
 
@@ -45,10 +52,13 @@ class Carrier(Protocol[Route]):
     def socket(self, route: Route) -> socket.socket:
         """A socket for `dial`, which connects it."""
 
-    def dial(self, connection: Connection, route: Route) -> Opening: ...
+    def dial(self, connection: Connection, route: Route, peer: Peer) -> Opening: ...
 
     def answer(self, connection: Connection) -> Opening:
         """Authenticate a connection that was just accepted."""
+
+    def called(self, peer: Peer, host: str) -> None:
+        """A peer that has proven itself calls from that host; '' where the network does not say. In the listener's thread."""
 
     def reached(self, peer: Peer, route: Route) -> None:
         """The route works. Called in an engine's thread, like `failed`."""
@@ -59,3 +69,23 @@ class Carrier(Protocol[Route]):
     def forget(self, peer: Peer) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def tuned(sock: socket.socket) -> socket.socket:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wishes = (  # a dead line is noticed within about ten seconds where the system lets us say so
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+        ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
+    )
+    for name, value in wishes:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        except (AttributeError, OSError):  # this system does not know it, or does not allow it
+            continue
+    return sock

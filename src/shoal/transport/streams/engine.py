@@ -60,6 +60,7 @@ class Connection:
         self.resume_at: float | None = None  # time.monotonic() at which to look again, whatever it waits for
         self.mask = 0
         self.closed = False
+        self.relayed = False  # it was made by this side, and comes from a relay
 
 
 class Engine:
@@ -118,6 +119,16 @@ class Engine:
         self._stopping = True
         self.post(lambda: None)
         self._thread.join()
+
+    def fail_if(self, broken: Callable[[Connection], bool], error: Exception) -> None:
+        """End every connection of which this is true."""
+
+        def end() -> None:
+            for connection in list(self._connections):
+                if broken(connection):
+                    self._fail(connection, error)
+
+        self.post(end)
 
     # ----------------------------------------------------------------------------------------------- in this thread
 
@@ -410,3 +421,55 @@ class Channel:
                 waiting = waiting[self._sock.send(waiting) :]
             except BlockingIOError:
                 yield WaitFor.WRITE
+
+
+class PlainStream:
+    """A plain socket, in steps: what it carries is encrypted by others."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sock = connection.sock
+
+    def read(self, view: memoryview) -> Steps:
+        at = turn = 0
+        while at < view.nbytes:
+            try:
+                got = self._sock.recv_into(view[at:])
+            except BlockingIOError:
+                yield WaitFor.READ
+                continue
+            if not got:
+                raise ConnectionError("closed by the other side")
+            at += got
+            turn += got
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield WaitFor.AGAIN
+
+    def write(self, view: memoryview) -> Steps:
+        turn = 0
+        while view:
+            try:
+                sent = self._sock.send(view[:QUANTUM_BYTES])
+            except BlockingIOError:
+                yield WaitFor.WRITE
+                continue
+            view = view[sent:]
+            turn += sent
+            if turn >= QUANTUM_BYTES:
+                turn = 0
+                yield WaitFor.AGAIN
+
+    def check_open(self) -> None:
+        if self.received(1):
+            raise ConnectionError("the other side sent data on a stream of this side's")
+
+    def received(self, most: int) -> bytes:
+        """The bytes that have arrived, without waiting."""
+        try:
+            words = self._sock.recv(most)
+        except BlockingIOError:
+            return b""
+        if not words:
+            raise ConnectionError("closed by the other side")
+        return words

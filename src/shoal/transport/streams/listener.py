@@ -19,7 +19,7 @@ from shoal.transport.budget import Warnings, address_group
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.admission import Admission, AdmittedConnection
-from shoal.transport.streams.carrier import ByteStream, Carrier
+from shoal.transport.streams.carrier import ByteStream, Carrier, Detached
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello, encode_rejection
 from shoal.transport.streams.receiver import Receiver
@@ -91,9 +91,14 @@ class Listener:
                 continue
             self._begin(sock, group)
 
-    def _begin(self, sock: socket.socket, group: str) -> None:
+    def take(self, sock: socket.socket) -> None:
+        """From any thread: answer a connection that a relay has joined with a caller's."""
+        self._engine.post(lambda: self._begin(sock, "a relay", relayed=True))
+
+    def _begin(self, sock: socket.socket, group: str, relayed: bool = False) -> None:
         sock.setblocking(False)
         connection = Connection(sock, lambda error: None)
+        connection.relayed = relayed
         connection.failed = partial(self._failed, connection, group)
         connection.steps = self._answer(connection)
         connection.deadline = time.monotonic() + handshake.CONNECT_S
@@ -128,7 +133,8 @@ class Listener:
 
     def _failed(self, connection: Connection, group: str, error: Exception) -> None:
         self._admission.remove(connection)
-        self._warnings.warn("connections refused", f"{self._name} refused a connection from {group}: {error}")
+        if not isinstance(error, Detached):
+            self._warnings.warn("connections refused", f"{self._name} refused a connection from {group}: {error}")
 
     def _answer(self, connection: Connection) -> Steps:
         stream, key = yield from self._carrier.answer(connection)
@@ -138,10 +144,12 @@ class Listener:
         except HandshakeRefused as refusal:
             yield from handshake.write(stream, encode_rejection(refusal))
             raise HandshakeRefused(f"key {key}: {refusal}") from None
+        seen = "" if connection.relayed else _caller(connection.sock)
+        self._carrier.called(hello.name, seen)
         connection.failed = lambda error: self._receiver.failed(hello.name, hello.kind, connection, error)
         for other in displaced:
             self._receiver.disconnect(other.peer, other.kind)
-        answer = encode_hello(self._name, hello.name, hello.kind, self._membership, _caller(connection.sock))
+        answer = encode_hello(self._name, hello.name, hello.kind, self._membership, seen)
         yield from handshake.write(stream, answer)
         connection.deadline = None
         yield from self._hand_over(connection, stream, hello.name, hello.kind)

@@ -105,7 +105,7 @@ class Sender(Generic[Route]):
         self._engines.sender(queue.kind).adopt(connection)
 
     def _dial(self, connection: Connection, queue: SendQueue, route: Route) -> Steps:
-        stream, key = yield from self._carrier.dial(connection, route)
+        stream, key = yield from self._carrier.dial(connection, route, queue.peer)
         if key != key_id_of(queue.peer):
             raise HandshakeRefused(f"another peer answers at its address (key {key})")
         yield from handshake.write(stream, encode_hello(self._name, queue.peer, queue.kind, self._membership))

@@ -14,9 +14,11 @@ A stream that breaks loses what waits to be sent on it and is reported as Lost (
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import time
+from functools import partial
 from typing import Generic
 
 from shoal.core.messages import Message, Peer
@@ -25,7 +27,7 @@ from shoal.transport.budget import Warnings
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission
 from shoal.transport.streams.carrier import Carrier, Route
-from shoal.transport.streams.engine import Engines
+from shoal.transport.streams.engine import Connection, Engines
 from shoal.transport.streams.listener import Listener
 from shoal.transport.streams.presence import Presence
 from shoal.transport.streams.receive_queue import ReceiveQueue
@@ -73,6 +75,15 @@ class StreamTransport(Generic[Route]):
     def listen(self, listening: socket.socket) -> None:
         """Accept the connections of this socket, too."""
         self._listener.listen(listening)
+
+    def take(self, sock: socket.socket) -> None:
+        """Answer a connection that this peer has made to a relay. From any thread."""
+        self._listener.take(sock)
+
+    def moved(self, hosts: tuple[str, ...]) -> None:
+        """This machine's addresses are these by now: connections from others carry nothing, and TCP would take long to see that."""
+        for engine in self._engines.all:
+            engine.fail_if(partial(_is_from_another, hosts), ConnectionError("this machine's address has changed"))
 
     def send(self, peer: Peer, message: Message, blobs: tuple[Blob, ...] = ()) -> int:
         frame = encode(message, blobs, self._limits)
@@ -124,3 +135,13 @@ class StreamTransport(Generic[Route]):
             engine.stop()
         await self._carrier.close()
         self._listener.release()
+
+
+def _is_from_another(hosts: tuple[str, ...], connection: Connection) -> bool:
+    """Neither from one of these addresses nor within this machine."""
+    try:
+        own, other = connection.sock.getsockname(), connection.sock.getpeername()
+    except OSError:  # it listens, or is not connected
+        return False
+    inside = not isinstance(own, tuple) or own[0] == other[0] or ipaddress.ip_address(own[0]).is_loopback
+    return not inside and own[0] not in hosts

@@ -61,15 +61,19 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         return None
     groups = current.message.groups
     norms = tuple(current.reduced[group[0].peer].norm_sq for group in groups)
+    ledger = facts.ledger(view.step)
+    counted = ledger.counted(groups[-1])
+    scale = settings.scale(counted)
     last = Committed(
         step=view.step,
         round=current.message.round,
-        norm=math.sqrt(sum(norms)),
-        loss=facts.ledger(view.step).loss(),
+        norm=math.sqrt(sum(norms)) * scale,
+        loss=ledger.loss(groups[-1]) * scale,
         digests=tuple(current.reduced[group[0].peer].digest for group in groups),
         groups=groups,
         save=(facts.requests.save and not 0 < facts.saving.published == view.step) or saves(view.step + 1, settings),
         joiners=tuple(peer for group in current.message.joiners for peer in group),
+        counted=counted,
     )
     outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
     proposal = next_step(view, last, outcome, facts, settings, now)

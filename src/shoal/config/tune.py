@@ -1,0 +1,54 @@
+"""[tune]: what of the model is trained. model/adapters.py attaches the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shoal.config.device import Device
+from shoal.config.model import Model
+from shoal.config.section import Section, without_effect
+from shoal.config.train import Train
+
+_OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora")
+
+
+class Tune(Section, frozen=True):
+    """All weights, or adapters beside the frozen weights of model.path. Only what is trained is averaged, downloaded and saved."""
+
+    method: Annotated[
+        Literal["full", "lora"],
+        Meta(description="Training changes all weights, or LoRA adapters (arXiv 2106.09685) beside frozen weights."),
+    ] = "full"
+    rank: Annotated[int, Meta(ge=1, le=4096, description="An adapter's two matrices have this many inner values.")] = 16
+    alpha: Annotated[
+        float, Meta(gt=0, le=2**20, description="An adapter's output is multiplied by this number over its rank.")
+    ] = 32.0
+    targets: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.]+$")], ...],
+        Meta(max_length=64, description="Linear layers with these names get adapters; [] means all within the blocks."),
+    ] = ()
+    rslora: Annotated[
+        bool, Meta(description="The factor is alpha over the rank's square root (rsLoRA, arXiv 2312.03732).")
+    ] = False
+    dora: Annotated[
+        bool, Meta(description="The norms of the weights' rows are trained apart (DoRA, arXiv 2402.09353).")
+    ] = False
+
+
+def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator[str]:
+    if tune.method == "full":
+        yield from without_effect(tune, "tune", _OF_ADAPTERS, "tune.method = 'full' trains all weights")
+        return
+    if device.executor == "emulated":
+        return
+    if not model.path:
+        yield "tune.method = 'lora' adapts a trained model; name its directory with model.path"
+    if device.executor == "swapping":
+        yield "device.executor = 'swapping' does not run adapters yet; try device.executor=resident with more stages"
+    if device.count > 1:
+        yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
+    if model.boundary != "none":
+        yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"

@@ -1,0 +1,163 @@
+"""Reads a run's directory for those who only look at it: `shoal status` and `shoal watch`. What its launcher wrote, and nothing else.
+
+commits.jsonl is read from where the last reading ended; status.json when it has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.config import Config
+from shoal.dashboard import account
+from shoal.dashboard.account import Summary
+from shoal.dashboard.page.state import Forecast, Reading
+from shoal.dashboard.series import Series
+from shoal.dashboard.terminal import Snapshot
+from shoal.launcher import rundir
+from shoal.launcher.planning import plan_settings
+from shoal.planner.strategy import plan as plans
+from shoal.runtime.records.account import CommittedStep, surviving
+from shoal.transport.identity.passes import date
+
+FORECAST_STEPS = 1000  # newest ones, whose median is compared with the plan
+
+
+def directory_of(run: str, settings: list[str]) -> Path:
+    """The directory of the run that a command names: by its own path, by its TOML file, or as the newest below a path."""
+    path = Path(run)
+    if path.is_file():
+        return configuration.load(path, settings).run.directory
+    if (path / "status.json").exists():
+        return path
+    runs = sorted(path.glob("*/status.json"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise ValueError(f"{path}: no run is or was there; name a run's directory or its TOML file")
+    return runs[-1].parent
+
+
+def standing(directory: Path) -> tuple[Snapshot, bool]:
+    """How the run stands, as last written, and whether its launcher lives; of a run that was killed, since when it is dead."""
+    path = directory / "status.json"
+    try:
+        snapshot = msgspec.json.decode(path.read_bytes(), type=Snapshot)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not the state of a run: {error}") from None
+    running = rundir.running(directory)
+    if not running:
+        since = f"DEAD since {date(int(path.stat().st_mtime))}: its launcher is not running any more"
+        snapshot = msgspec.structs.replace(snapshot, stopped=since, advice="", survives="")
+    return snapshot, running
+
+
+class RunReader:
+    """A run's directory. The run may be set aside, resumed or begun anew meanwhile."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.series = Series(Config())
+        self._config: tuple[object, Config] = (None, Config())  # with its file's stamp
+        self._steps: list[CommittedStep] = []  # without groups and digests
+        self._commits: tuple[int, int] = (0, 0)  # inode and bytes read
+        self._forecast: tuple[object, Forecast | None] = (None, None)
+
+    def read(self) -> Reading:
+        """How the run stands now."""
+        self._mark()
+        config = self._read_config()
+        self._read_commits()
+        snapshot, running = standing(self.directory)
+        summary = self._summary()
+        if summary is not None:
+            snapshot = msgspec.structs.replace(snapshot, stopped="")
+        return Reading(
+            config=config,
+            snapshot=snapshot,
+            running=running,
+            written_s=(self.directory / "status.json").stat().st_mtime,
+            summary=account.text(summary) if summary is not None else "",
+            balanced=summary.balanced if summary is not None else None,
+            forecast=self._read_forecast(),
+        )
+
+    def _mark(self) -> None:
+        """Somebody looks: the launcher writes the status more often (run_directory.py)."""
+        with contextlib.suppress(OSError):  # not ours to write: updates are rarer
+            (self.directory / rundir.WATCHED).touch()
+
+    def _read_config(self) -> Config:
+        path = self.directory / "config.toml"
+        stamp = _stamp(path)
+        if stamp != self._config[0]:
+            self._config = stamp, configuration.load(path, [])
+            self.series, self._commits, generation = Series(self._config[1]), (0, 0), self.series.generation
+            self.series.generation = generation + 1
+        return self._config[1]
+
+    def _read_commits(self) -> None:
+        path = self.directory / "commits.jsonl"
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._commits[0] or status.st_size < self._commits[1]:
+                    self._commits, self._steps = (status.st_ino, 0), []
+                    self.series.replace(())
+                file.seek(self._commits[1])
+                data = file.read()
+        except FileNotFoundError:  # no step is committed yet
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._commits = status.st_ino, self._commits[1] + len(whole)
+        self._add([step for line in whole.splitlines() if (step := _step(line)) is not None])
+
+    def _add(self, steps: list[CommittedStep]) -> None:
+        before = len(self._steps)
+        newest = self._steps[-1].commit.step if self._steps else -1
+        for step in steps:
+            if step.commit.step <= newest:  # the run has gone back
+                self._steps = list(surviving([*self._steps, *steps]))
+                self.series.replace(self._steps)
+                return
+            newest = step.commit.step
+        self._steps += steps
+        for step in self._steps[before:]:
+            self.series.add(step)
+
+    def _summary(self) -> Summary | None:
+        with contextlib.suppress(FileNotFoundError):
+            return account.read(self.directory / "summary.json")
+        return None
+
+    def _read_forecast(self) -> Forecast | None:
+        """What the run's plan predicts, beside what is measured."""
+        path = plan_settings.plan_file(self.directory)
+        if not path.exists():
+            return None
+        stamp = _stamp(path), len(self._steps)
+        if stamp != self._forecast[0]:
+            plan = plans.load(path)
+            text = plan_settings.against(plan, tuple(self._steps[-FORECAST_STEPS:]))
+            predicted = plan.predicted
+            self._forecast = (
+                stamp,
+                Forecast(predicted.step_s, predicted.tokens_per_s, predicted.bottleneck, text) if predicted else None,
+            )
+        return self._forecast[1]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _step(line: bytes) -> CommittedStep | None:
+    """Without what only the account needs. None: half a line."""
+    try:
+        step = msgspec.json.decode(line, type=CommittedStep)
+    except msgspec.DecodeError:
+        return None
+    return msgspec.structs.replace(step, commit=msgspec.structs.replace(step.commit, groups=(), digests=()))

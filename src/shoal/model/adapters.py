@@ -1,0 +1,103 @@
+"""LoRA adapters (arXiv 2106.09685) beside the linear layers of a stage, by PEFT; all other weights are frozen.
+
+A stage then lists its adapters alone as parameters (cut.Stage), so that nothing else is averaged, downloaded or saved. Adapters are
+drawn like weights, per module from (seed, name): any cut has those of the whole model, on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal.config import Config, Tune
+from shoal.model.cut import seeded
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers.modeling_utils import PreTrainedModel
+
+ADAPTER = "default"  # PEFT's name for a model's only adapter
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def settings(tune: Tune, base: str = "") -> LoraConfig:
+    """In PEFT's terms. `base`: the directory of the model, for those who load the adapter. ValueError: PEFT is not installed."""
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ValueError(
+            "tune.method = 'lora' needs PEFT, which is not installed; try pip install 'shoal[tune]'"
+        ) from None
+    return LoraConfig(
+        r=tune.rank,
+        lora_alpha=tune.alpha,  # type: ignore[arg-type]  # any number
+        target_modules=list(tune.targets) or "all-linear",
+        use_rslora=tune.rslora,
+        use_dora=tune.dora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base or None,
+    )
+
+
+def narrow(model: PreTrainedModel, config: Config) -> None:
+    """Before weights are allocated: in train.dtype where they are frozen."""
+    if config.tune.method != "full":
+        for value in model.parameters():
+            value.data = value.data.to(DTYPES[config.train.dtype])
+
+
+def attach(model: PreTrainedModel, config: Config) -> None:
+    """Insert adapters, in fp32, into the parts that `model` has, whose weights are filled, and freeze the rest. ValueError: none of the
+    layers named in tune.targets is there."""
+    if config.tune.method == "full":
+        return
+    lora = settings(config.tune)
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    try:
+        inject_adapter_in_model(lora, model, ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"tune.targets = {list(config.tune.targets)}: {error}") from error
+    for name, module in layers(model):
+        if isinstance(module, ParamWrapper):
+            raise ValueError(
+                f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; name other layers, such as "
+                'tune.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
+            )
+        for value in module.parameters():
+            if value.requires_grad:
+                value.data = value.data.float()
+        with seeded(config.run.seed, name), torch.no_grad():
+            module.reset_lora_parameters(ADAPTER, True)
+
+
+def write(model: PreTrainedModel, config: Config, adapters: dict[str, Tensor], directory: str) -> None:
+    """Write a directory that `PeftModel.from_pretrained` loads. `model`: the whole of that family, its parameters on the meta device
+    and without adapters; `adapters`: trained values by our names."""
+    from peft import get_peft_model_state_dict, inject_adapter_in_model
+    from safetensors.torch import save_file
+
+    inject_adapter_in_model(settings(config.tune, str(Path(config.model.path).resolve())), model, ADAPTER)
+    lora = model.peft_config[ADAPTER]  # with the names of the layers that it has found
+    lora.inference_mode = True
+    lora.save_pretrained(directory)
+    named = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER)
+    prefixed = {f"base_model.model.{name}": value.contiguous() for name, value in named.items()}
+    save_file(prefixed, Path(directory) / "adapter_model.safetensors", {"format": "pt"})
+
+
+def layers(model: PreTrainedModel) -> Iterable[tuple[str, Any]]:
+    """The layers with an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def frozen(model: torch.nn.Module) -> list[Tensor]:
+    """The weights that are not trained."""
+    return [value for value in model.parameters() if not value.requires_grad]

@@ -1,0 +1,206 @@
+"""LoRA adapters in a cut model: those of the whole, beside frozen weights, and what PEFT reads of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tests.runtime.test_node import TINY
+from torch import Tensor
+
+from shoal import config as configuration
+from shoal.cli import export
+from shoal.config import Config, Model, Tune
+from shoal.core.messages import Import
+from shoal.executor import create, fit
+from shoal.launcher import saved
+from shoal.model import analysis, stages
+from shoal.runtime.checkpoints import checkpoint, marker
+from shoal.runtime.tasks.seat import Copy, Download, _note, _whole
+
+TOKENS = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def based(config: Config, base: Path, **tune: object) -> Config:
+    if not base.exists():
+        stages.whole(config).save_pretrained(base)
+    lora = msgspec.structs.replace(Tune(method="lora", rank=2, alpha=64.0), **tune)
+    return msgspec.structs.replace(config, model=Model(path=str(base)), tune=lora)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return based(TINY, tmp_path / "base")
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tune", [{}, {"rslora": True}, {"dora": True}, {"targets": ("q_proj", "down_proj")}])
+def test_stages_train_the_adapters_of_the_whole_and_hold_the_weights_of_the_base(
+    config: Config, dtype: str, tune: dict[str, object]
+) -> None:
+    config = msgspec.structs.replace(
+        config,
+        train=msgspec.structs.replace(config.train, dtype=dtype),
+        tune=msgspec.structs.replace(config.tune, **tune),
+    )
+    whole = dict(stages.whole(config).named_parameters())
+    names = []
+    for stage in range(2):
+        built, hollow = stages.build(config, stage), stages.hollow(config, stage)
+        assert [name for name, _ in hollow.named_parameters()] == [name for name, _ in built.named_parameters()]
+        for name, value in built.named_parameters():
+            assert value.dtype == torch.float32 and same(value, whole[name])
+            names.append(name)
+        assert all(str(value.dtype) == f"torch.{dtype}" for value in built.frozen())
+        assert fit.stage_bytes(hollow, config) == fit.stage_bytes(built, config) > fit.frozen_bytes(built)
+    assert names == [name for name, value in whole.items() if value.requires_grad]
+    assert all("lora_" in name for name in names)
+    targets = config.tune.targets
+    assert not targets or all(any(target in name for target in targets) for name in names)
+
+
+def test_a_frozen_matrix_is_tied_across_stages(tmp_path: Path) -> None:
+    model = msgspec.structs.replace(TINY.model, tied_embeddings=True)
+    one = msgspec.structs.replace(TINY, model=model, run=msgspec.structs.replace(TINY.run, stages=1))
+    tied = msgspec.structs.replace(based(one, tmp_path / "tied"), run=TINY.run)
+    whole, x = stages.whole(tied), TOKENS[:, :8]
+    assert whole.lm_head.weight is whole.model.embed_tokens.weight
+    first, last = (stages.build(tied, stage) for stage in range(2))
+    assert torch.equal(last.forward(first.forward(x)), whole(x).logits)
+    for stages_, spans in ((2, [range(1), range(1, 2)]), (1, [range(2)])):
+        config = msgspec.structs.replace(tied, run=msgspec.structs.replace(TINY.run, stages=stages_))
+        for stage, span in enumerate(spans):
+            assert analysis.count(config).stage(span).frozen_bytes == fit.frozen_bytes(stages.build(config, stage))
+
+
+def test_at_first_adapters_change_nothing(config: Config) -> None:
+    x = TOKENS[:, :8]
+    assert torch.equal(stages.whole(TINY)(x).logits, stages.whole(config)(x).logits)
+
+
+def test_a_step_changes_the_adapters_alone(config: Config) -> None:
+    first, last = (create(config, stage) for stage in range(2))
+    before = [dict(stage._stage.model.named_parameters()) for stage in (first, last)]  # type: ignore[attr-defined]
+    before = [{name: value.detach().clone() for name, value in values.items()} for values in before]
+    x = TOKENS[:, :8]
+    for step in range(2):  # at first the outer matrices are zero, so the inner ones get no gradient
+        gradient, loss = last.backward(first.forward(x), None, TOKENS)
+        assert loss is not None and first.backward(x, gradient, None) == (None, None)
+        for stage in (first, last):
+            stage.apply(stage.contribution(), 1.0, step)
+            stage.zero(step + 1)
+    for stage, values in zip((first, last), before, strict=True):
+        for name, value in stage._stage.model.named_parameters():  # type: ignore[attr-defined]
+            assert same(value, values[name]) != ("lora_" in name), name
+
+
+def test_averaging_and_state_take_the_size_of_the_adapters(config: Config) -> None:
+    stage, rank = create(config, 0), config.tune.rank
+    width, inner, kv = TINY.model.hidden_size, TINY.model.intermediate_size, TINY.model.hidden_size // 2
+    attention, mlp = 2 * (width + width) + 2 * (width + kv), 3 * (width + inner)
+    assert stage.length == rank * (attention + mlp) < create(TINY, 0).length / 2
+    assert sum(value.numel() for value in stage.state().values()) == 3 * stage.length
+
+
+def test_the_planner_counts_frozen_weights_apart(config: Config) -> None:
+    counted, plain = analysis.count(config), analysis.count(TINY)
+    built = [stages.build(config, stage) for stage in range(2)]
+    for stage, span in zip(built, (range(1), range(1, 2)), strict=True):
+        profile = counted.stage(span)
+        assert profile.parameters == sum(value.numel() for _, value in stage.named_parameters())
+        assert profile.frozen_bytes == fit.frozen_bytes(stage)
+        assert 0 < profile.back_flops < plain.stage(span).back_flops
+
+
+def test_a_layer_that_no_stage_has_is_refused_with_what_was_named(config: Config) -> None:
+    wrong = msgspec.structs.replace(config, tune=msgspec.structs.replace(config.tune, targets=("nosuch",)))
+    with pytest.raises(ValueError, match=r"tune\.targets = \['nosuch'\].*not found"):
+        stages.build(wrong, 0)
+
+
+def test_experts_in_one_tensor_get_no_adapters(tmp_path: Path) -> None:
+    model = msgspec.structs.replace(
+        TINY.model, family="mixtral", extra={"num_local_experts": 2, "num_experts_per_tok": 1}
+    )
+    mixed = msgspec.structs.replace(TINY, model=model)
+    with pytest.raises(ValueError, match="several experts in one tensor"):
+        stages.build(based(mixed, tmp_path / "experts"), 0)
+    assert list(stages.build(based(mixed, tmp_path / "experts", targets=("q_proj",)), 0).named_parameters())
+
+
+def test_adapters_of_another_base_are_not_loaded(config: Config, tmp_path: Path) -> None:
+    other = msgspec.structs.replace(TINY, run=msgspec.structs.replace(TINY.run, seed=4))
+    other = msgspec.structs.replace(based(other, tmp_path / "other"), run=config.run)
+    here, there = create(config, 0), create(other, 0)
+    assert here.base and here.base != there.base
+    assert all(map(same, here.state().values(), there.state().values())) == (TINY.run.seed == other.run.seed)
+    assert here.digest() != there.digest()
+    for mine, fits in ((create(config, 0), True), (there, False)):
+        copy, download = Copy(_whole(here), 3, _note(0, 3, here.base)), Download()
+        manifest = copy.manifest()
+        for chunk in range(copy.chunks):
+            download._chunks[chunk] = torch.frombuffer(copy.read(chunk), dtype=torch.uint8)
+        task = Import("s/i", 0, 3, len(manifest.hashes))
+        if fits:
+            download.load(mine, task)
+        else:
+            with pytest.raises(ValueError, match="belong to other frozen weights"):
+                download.load(mine, task)
+
+
+def test_peft_and_transformers_read_what_is_exported(config: Config, tmp_path: Path) -> None:
+    import transformers
+    from peft import PeftModel
+
+    stage = [create(config, number) for number in range(2)]
+    x = TOKENS[:, :8]
+    for step in range(3):
+        gradient, _ = stage[1].backward(stage[0].forward(x), None, TOKENS)
+        stage[0].backward(x, gradient, None)
+        for each in stage:
+            each.apply(each.contribution(), 1.0, step)
+            each.zero(step + 1)
+    store = checkpoint.Store(str(tmp_path / "checkpoints"))
+    records = [store.write_shard(3, number, 2, each.state()) for number, each in enumerate(stage)]
+    path = Path(store.publish(3, records, checkpoint.about(config, "", "")))
+    whole = stages.whole(saved.adapted(path), str(path))
+    assert not torch.equal(whole(x).logits, stages.whole(config)(x).logits)
+    export.write_adapter(path, config, tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
+    with_peft = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(with_peft(x).logits, whole(x).logits)
+    export.merge(path, config, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(x).logits, whole(x).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_export_says_what_it_cannot_write(config: Config, tmp_path: Path) -> None:
+    store = checkpoint.Store(str(tmp_path / "checkpoints"))
+    path = Path(store.publish(1, [store.write_shard(1, 0, 1, {})], checkpoint.about(TINY, "", "")))
+    with pytest.raises(ValueError, match="all weights were trained"):
+        saved.adapted(path)
+    (path / marker.MARKER).unlink()
+    with pytest.raises(ValueError, match="was not written by shoal"):
+        saved.adapted(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["tune.method=lora"], "name its directory with model.path"),
+        (["tune.method=lora", "device.executor=swapping", "device.memory_bytes=1 GiB"], "does not run adapters yet"),
+        (["tune.method=lora", "device.count=2"], "shares out all of a stage's weights"),
+        (["tune.rank=4"], "tune.rank = 4 has no effect: tune.method = 'full' trains all weights"),
+        (["tune.method=lora", "tune.rank=0"], "tune.rank"),
+        (["tune.method=lora", "model.boundary=maxout-2x", "run.stages=2"], "is trained with the whole model"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        configuration.load(None, settings)

@@ -1,0 +1,208 @@
+"""Peers that nobody reaches directly are reached through a relay, which passes bytes within bounds and for members only."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from shoal.core.messages import BoundaryTensor, Cancelled
+from shoal.transport import relay, tls
+from shoal.transport.base import Blob, Incoming, Limits, Lost
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, Membership, read_invite
+from shoal.transport.relay import Relays
+from shoal.transport.tls import TlsTransport
+
+RUN = Authority.new()
+INVITE = read_invite(RUN.invite((), time.time() + 3600), time.time())
+ROUTER = "203.0.113.7"  # whose address others see
+HELLO = Cancelled(0, 1, 2, 0, 0)
+
+
+class Host:
+    def __init__(self, authority: Authority = RUN) -> None:
+        identity = Identity.new()
+        self.membership = read_invite(authority.invite((), time.time() + 3600), time.time()).membership(identity)
+        self.identity, self.named = identity, asyncio.Event()
+        self.routes: tuple[str, ...] = ()
+        self.relays = Relays(identity, self.membership)
+        self.relays.announce = self._announce
+        self.transport = TlsTransport(identity, self.membership, "127.0.0.1", limits=Limits(), relays=self.relays)
+
+    def _announce(self, routes: tuple[str, ...]) -> None:
+        self.routes = routes
+        self.named.set()
+
+    @property
+    def name(self) -> str:
+        return self.transport.name
+
+    async def take(self) -> Any:
+        return await asyncio.wait_for(self.transport.receive(), 60)
+
+    async def wait_at(self, *others: Host) -> None:
+        """Behind a router, this peer reaches the others and waits there."""
+        self.membership.seen = ROUTER
+        for each in others:
+            self.transport.learn(each.name, each.transport.address)
+            self.transport.send(each.name, HELLO)
+            assert isinstance(await each.take(), Incoming)
+            self.membership.seen = ROUTER  # the handshake has shown the loopback's
+        while len(self.routes) < len(others):
+            self.named.clear()
+            await asyncio.wait_for(self.named.wait(), 60)
+
+
+@asynccontextmanager
+async def hosts(count: int) -> AsyncIterator[list[Host]]:
+    members = [Host() for _ in range(count)]
+    for each in members:
+        await each.transport.start()
+    try:
+        yield members
+    finally:
+        for each in members:
+            await each.transport.close()
+
+
+def nowhere() -> tuple[str, int]:
+    """An address of this machine where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address: tuple[str, int] = listener.getsockname()
+    return address
+
+
+def run(story: Callable[[], Any]) -> None:
+    asyncio.run(story())
+
+
+def test_a_peer_without_an_open_port_is_reached_through_a_relay() -> None:
+    async def story() -> None:
+        async with hosts(3) as (a, b, r):
+            await b.wait_at(r)
+            a.transport.learn(b.name, (*nowhere(), *b.routes))
+            for index in range(20):
+                a.transport.send(b.name, Cancelled(0, 1, index, 0, 0))
+                assert (await b.take()).message.index == index
+            data = bytes(range(256)) * 8192
+            a.transport.send(b.name, BoundaryTensor(0, 1, 9, 1, False), (Blob("uint8", (len(data),), data),))
+            received = await b.take()
+            assert received.peer == a.name and bytes(received.blobs[0].data) == data
+            assert r.relays.service.passed_bytes > len(data)
+            assert a.membership.seen == "", "the relay's address is not where this peer's calls come from"
+
+    run(story)
+
+
+def test_a_peer_that_others_reach_waits_nowhere() -> None:
+    async def story() -> None:
+        async with hosts(2) as (a, r):
+            a.transport.learn(r.name, r.transport.address)
+            r.transport.learn(a.name, a.transport.address)
+            for one, other in ((a, r), (r, a)):
+                one.transport.send(other.name, HELLO)
+                await other.take()
+            assert not a.relays._unreachable() and a.routes == ()
+
+    run(story)
+
+
+def test_a_peer_that_nobody_calls_waits_at_a_relay_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall changes no address."""
+    monkeypatch.setattr(relay, "SILENT_S", 0.0)
+
+    async def story() -> None:
+        async with hosts(2) as (a, r):
+            a.transport.learn(r.name, r.transport.address)
+            a.transport.send(r.name, HELLO)
+            await asyncio.wait_for(a.named.wait(), 60)
+            assert a.routes == ("/relay/{}/{}".format(*r.transport.address),)
+
+    run(story)
+
+
+def test_when_a_relay_ends_the_peer_names_the_other() -> None:
+    async def story() -> None:
+        async with hosts(4) as (a, b, first, second):
+            await b.wait_at(first, second)
+            await first.transport.close()
+            while len(b.routes) != 1:
+                b.named.clear()
+                await asyncio.wait_for(b.named.wait(), 60)
+            a.transport.learn(b.name, (*nowhere(), *b.routes))
+            a.transport.send(b.name, HELLO)
+            while not isinstance(event := await b.take(), Incoming):  # b has lost the first relay's peer
+                pass
+            assert event.peer == a.name
+
+    run(story)
+
+
+def test_a_peer_that_waits_nowhere_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "OPENING_S", 0.5)
+
+    async def story() -> None:
+        async with hosts(3) as (a, b, r):
+            a.transport.learn(b.name, (*nowhere(), "/relay/{}/{}".format(*r.transport.address)))
+            a.transport.send(b.name, HELLO)
+            assert isinstance(await a.take(), Lost)
+
+    run(story)
+
+
+def test_a_relay_passes_no_more_than_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "RATE", relay.Allowance(per_s=1e6, at_once=1e5))
+
+    async def story() -> None:
+        async with hosts(3) as (a, b, r):
+            await b.wait_at(r)
+            a.transport.learn(b.name, (*nowhere(), *b.routes))
+            began = time.monotonic()
+            data = bytes(1_000_000)
+            a.transport.send(b.name, BoundaryTensor(0, 1, 9, 1, False), (Blob("uint8", (len(data),), data),))
+            await b.take()
+            assert time.monotonic() - began > 0.8
+
+    run(story)
+
+
+def test_a_full_relay_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        async with hosts(3) as (a, b, r):
+            await b.wait_at(r)
+            monkeypatch.setattr(relay, "CIRCUITS", 0)
+            a.transport.learn(b.name, (*nowhere(), *b.routes))
+            a.transport.send(b.name, HELLO)
+            assert isinstance(await a.take(), Lost) and r.relays.service.passed_bytes == 0
+
+    run(story)
+
+
+def test_a_relay_serves_members_only() -> None:
+    identity, stranger, nonce = Identity.new(), Identity.new(), bytes(relay.NONCE_BYTES)
+    membership = INVITE.membership(identity)
+    foreign = read_invite(Authority.new().invite((), time.time() + 3600), time.time()).membership(stranger)
+    others = Membership(INVITE.run, membership.proof, stranger.name)
+    data = relay.request(identity, membership, nonce, "")[2:]
+    assert relay.checked(data, nonce, membership).name == identity.name
+    for wrong, reason in (
+        (b"nothing", "malformed"),
+        (relay.request(stranger, foreign, nonce, "")[2:], "another run"),
+        (relay.request(stranger, others, nonce, "")[2:], "pass"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            relay.checked(wrong, nonce, membership)
+    with pytest.raises(ValueError, match="signature is wrong"):
+        relay.checked(data, bytes([1]) + nonce[1:], membership)
+
+
+@pytest.mark.parametrize("text", ["/relay/", "/relay/somewhere/1", "/relay/127.0.0.1/0", "/relay/127.0.0.1/x"])
+def test_a_useless_relay_is_left_out(text: str) -> None:
+    assert relay.route(text) is None
+    assert tls.relay.route("/relay/fd77::1/80") == relay.RelayRoute("fd77::1", 80)

@@ -1,0 +1,141 @@
+"""What happens to real lines while peers talk: an address that changes, idle connections that are forgotten, routers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.transport.identity.invite import Authority
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+# A transport with the directory of one file per peer. Sends to the other each 0.2 s, or once where it is told to be quiet; prints each
+# message that it gets and each loss.
+PEER = """
+import asyncio, json, sys, time
+from pathlib import Path
+from shoal.core.messages import Cancelled
+from shoal.transport.base import Incoming, Lost
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import read_invite
+from shoal.transport.relay import Relays
+from shoal.transport.tls import TlsTransport
+
+folder, me, other, host, quiet = Path(sys.argv[1]), *sys.argv[2:]
+
+async def main():
+    identity = Identity.new()
+    membership = read_invite((folder / "invite").read_text(), time.time()).membership(identity)
+    relays = Relays(identity, membership)
+    transport = TlsTransport(identity, membership, host, relays=relays)
+    await transport.start()
+    def write(routes=()):
+        (folder / f".{me}").write_text(json.dumps([transport.name, *transport.address, *routes]))
+        (folder / f".{me}").rename(folder / me)
+    relays.announce = write
+    write()
+    async def send():
+        sent, known = 0, b""
+        while True:
+            if (folder / other).exists():
+                data = (folder / other).read_bytes()
+                name, *address = json.loads(data)
+                if data != known:  # as a directory does
+                    known = data
+                    transport.learn(name, tuple(address))
+                if not (quiet and sent and not (folder / "speak").exists()):
+                    transport.send(name, Cancelled(0, 1, sent, 0, 0))
+                    sent += 1
+            await asyncio.sleep(0.2)
+    task = asyncio.create_task(send())
+    while True:
+        item = await transport.receive()
+        if isinstance(item, Incoming):
+            print("heard", item.message.index, relays.service.passed_bytes, flush=True)
+        elif isinstance(item, Lost):
+            print("lost", item.reason, flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Peer:
+    def __init__(self, lab: Any, folder: Path, me: str, other: str, host: str, quiet: str = "") -> None:
+        words = [sys.executable, "-c", PEER, str(folder), me, other, host, quiet]
+        self.process = lab.start(me, words, stdout=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+
+    def next(self, word: str) -> str:
+        """The next line that begins with it."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith(word):
+                return str(line)
+        raise AssertionError(f"it has ended: {self.lines}")
+
+    def close(self) -> None:
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "invite").write_text(Authority.new().invite((), time.time() + 3600))
+    return tmp_path
+
+
+def test_a_host_whose_address_changes_goes_on(real: ModuleType, folder: Path) -> None:
+    """Both directions, though nobody tells the other side of the new address: TCP alone would take ten seconds, the directory longer."""
+    with real.Lab(real.Topology(("a", "b"))) as lab:
+        a, b = Peer(lab, folder, "a", "b", "0.0.0.0"), Peer(lab, folder, "b", "a", "0.0.0.0")
+        a.next("heard"), b.next("heard")
+        lab.configure("a", "ip addr del 11.77.0.1/16 dev wan0")
+        lab.configure("a", "ip addr add 11.77.1.1/16 dev wan0")
+        assert "address has changed" in a.next("lost")
+        for peer in (b, a, b, a):
+            peer.next("heard")
+        a.close(), b.close()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_quiet_connection_outlives_a_middlebox_that_forgets_idle_ones(
+    real: ModuleType, folder: Path, reset: bool
+) -> None:
+    """TCP's own questions keep it known there: one after each 5 s of silence."""
+    topology = real.Topology(("a", "b"), gate=(real.GateRule("a", idle="8 s", reset=reset),))
+    with real.Lab(topology) as lab:
+        a, b = (Peer(lab, folder, me, other, "0.0.0.0", "quiet") for me, other in ("ab", "ba"))
+        a.next("heard"), b.next("heard")
+        time.sleep(20)  # the silence itself
+        (folder / "speak").touch()
+        a.next("heard"), b.next("heard")
+        assert not [line for line in a.lines + b.lines if line.startswith("lost")]
+        a.close(), b.close()
+
+
+@pytest.mark.parametrize("kinds", [("symmetric", "symmetric"), ("firewall", "port-restricted")])
+def test_two_peers_behind_routers_meet_through_a_third(real: ModuleType, folder: Path, kinds: tuple[str, str]) -> None:
+    gates = tuple(real.GateRule(host, kind) for host, kind in zip("ab", kinds, strict=True))
+    with real.Lab(real.Topology(("a", "b", "r"), gate=gates)) as lab:
+        r = Peer(lab, folder, "r", "a", "0.0.0.0")
+        a = Peer(lab, folder, "a", "r", "0.0.0.0")
+        a.next("heard")  # through the relay that it has found in r, which cannot reach it directly
+        while int(r.next("heard").split()[2]) == 0:
+            pass
+        b = Peer(lab, folder, "b", "a", "0.0.0.0")
+        assert a.process.poll() is None
+        a.next("heard")
+        for peer in (a, b, r):
+            peer.close()
+
+
+def test_peers_with_ipv6_alone_meet(real: ModuleType, folder: Path) -> None:
+    with real.Lab(real.Topology(("a", "b"), ipv6=("a", "b"))) as lab:
+        a, b = Peer(lab, folder, "a", "b", "::"), Peer(lab, folder, "b", "a", "::")
+        a.next("heard"), b.next("heard")
+        a.close(), b.close()
