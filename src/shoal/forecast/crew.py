@@ -108,7 +108,7 @@ class Crew:
             self.serving[slot_of(peer)] = member.stage
 
     def ready(self, now: float) -> list[Peer]:
-        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now]
+        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now and peer not in self.dead]
 
     def die(self, peer: Peer, noticed_s: float, passed: float) -> None:
         if self.joiners.pop(peer, None) is not None or peer not in self.members:
@@ -130,7 +130,10 @@ class Crew:
         """The dead that are noticed by now leave the view."""
         noticed = [lost for lost in self.dead.values() if lost.noticed_s <= now]
         for lost in noticed:
-            del self.dead[lost.member.peer], self.members[lost.member.peer]
+            peer = lost.member.peer
+            del self.dead[peer]
+            self.members.pop(peer, None)
+            self.joiners.pop(peer, None)  # it was moved after its death
         return noticed
 
     # --------------------------------------------------------------------------------------------------------- moving
@@ -158,6 +161,8 @@ class Crew:
             own = self.rate(move.peer, move.source)
             moved.append((member, own / (own + others)))
             self.serving[slot_of(move.peer)] = -1
+            if move.peer in self.dead:
+                self.dead[move.peer] = msgspec.structs.replace(self.dead[move.peer], share=0.0)
             loading = Member(move.peer, move.stage, back=True)
             self.joiners[move.peer] = Joiner(loading, now + self.download_s(loading, step_s))
         return moved
