@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.forecast import churn as churns
 from shoal.forecast.churn import Churn, Presence, presences
+from shoal.forecast.crew import Crew
 from shoal.forecast.forecaster import History, Parts, forecast
 from shoal.forecast.job import Job
 from shoal.forecast.machines import Machines, grouped
@@ -157,6 +159,20 @@ def test_a_region_fails_as_a_whole() -> None:
     changes = presences(Churn(region_failures_per_h=0.5), machines, 24 * HOUR_S, 0)
     of = {slot: [(one.at_s, one.joins) for one in changes if one.slot == slot] for slot in range(3)}
     assert of[0] == of[1] != of[2] and len(of[0]) > 4
+
+
+def test_a_dead_peer_that_the_leader_moves_is_evicted_all_the_same() -> None:
+    crew = Crew(a_job(6))
+    for slot in range(6):
+        crew.begin(f"p{slot}.1")
+    for slot in (0, 2):  # stage 0 keeps one of three replicas
+        crew.die(f"p{slot}.1", 1.0, 0.0)
+        crew.evict(1.0)
+    for slot in (1, 3, 5):
+        crew.die(f"p{slot}.1", 9.0, 0.0)
+    moved = [member.peer for member, _ in crew.rebalance(5.0, math.inf, 0.0, 10.0)]
+    assert moved and moved[0] in crew.dead and not crew.ready(8.0)
+    assert len(crew.evict(9.0)) == 3 and set(crew.members) == {"p4.1"} and not crew.joiners
 
 
 def test_seeds_are_compared_in_pairs() -> None:

@@ -32,11 +32,12 @@ class Joiner(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """A member that has died: its part of its stage's rate, and when it is evicted."""
+    """A member that has died: its part of its stage's rate, when it is evicted, and how far the step was that it has books of."""
 
     member: Member
     share: float
     noticed_s: float
+    passed: float
 
 
 def slot_of(peer: Peer) -> int:
@@ -107,9 +108,9 @@ class Crew:
             self.serving[slot_of(peer)] = member.stage
 
     def ready(self, now: float) -> list[Peer]:
-        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now]
+        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now and peer not in self.dead]
 
-    def die(self, peer: Peer, noticed_s: float) -> None:
+    def die(self, peer: Peer, noticed_s: float, passed: float) -> None:
         if self.joiners.pop(peer, None) is not None or peer not in self.members:
             return
         member = self.members[peer]
@@ -118,14 +119,21 @@ class Crew:
             for one in self.members.values()
             if one.stage == member.stage and one.peer not in self.dead
         )
-        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s)
+        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s, passed)
         self.serving[slot_of(peer)] = -1
+
+    def begin_step(self) -> None:
+        """The dead have no books of a new step."""
+        self.dead = {peer: msgspec.structs.replace(lost, passed=0.0) for peer, lost in self.dead.items()}
 
     def evict(self, now: float) -> list[Lost]:
         """The dead that are noticed by now leave the view."""
         noticed = [lost for lost in self.dead.values() if lost.noticed_s <= now]
         for lost in noticed:
-            del self.dead[lost.member.peer], self.members[lost.member.peer]
+            peer = lost.member.peer
+            del self.dead[peer]
+            self.members.pop(peer, None)
+            self.joiners.pop(peer, None)  # it was moved after its death
         return noticed
 
     # --------------------------------------------------------------------------------------------------------- moving
@@ -153,6 +161,8 @@ class Crew:
             own = self.rate(move.peer, move.source)
             moved.append((member, own / (own + others)))
             self.serving[slot_of(move.peer)] = -1
+            if move.peer in self.dead:
+                self.dead[move.peer] = msgspec.structs.replace(self.dead[move.peer], share=0.0)
             loading = Member(move.peer, move.stage, back=True)
             self.joiners[move.peer] = Joiner(loading, now + self.download_s(loading, step_s))
         return moved

@@ -131,7 +131,9 @@ class Run:
         return max(min(moments), self.now)
 
     def _open(self) -> float:
-        """The part of all requests that does not wait for a dead peer."""
+        """The part of all requests that does not wait for a dead peer. With one stage, owners serve themselves."""
+        if self.job.stages == 1:
+            return 1.0
         return math.prod(1 - lost.share for lost in self.crew.dead.values())
 
     def _left_s(self) -> float:
@@ -208,7 +210,7 @@ class Run:
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
-            crew.die(peer, self.now + self.job.patience.detection_s)
+            crew.die(peer, self.now + self.job.patience.detection_s, self.progress.passed)
             self._look()
 
     def _evict(self) -> None:
@@ -235,11 +237,12 @@ class Run:
             progress.phase, progress.passed, progress.left_s = Phase.COMPUTING, 1.0, NEVER
         if progress.phase is Phase.COMPUTING:
             for one in lost:
-                self._redo(one.member.stage, one.share)
+                self._redo(one.member.stage, one.share * one.passed)
             self._move(progress.passed)
 
     def _redo(self, stage: int, share: float) -> None:
-        self.progress.redo[stage] += share * self.progress.passed * self.job.microbatches
+        """That share of the step's microbatches."""
+        self.progress.redo[stage] += share * self.job.microbatches
 
     def _enter(self) -> None:
         """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""
@@ -305,6 +308,7 @@ class Run:
         progress = self.progress
         progress.phase, progress.passed, progress.left_s, progress.began_s = Phase.COMPUTING, 0.0, NEVER, self.now
         progress.redo = [0.0] * self.job.stages
+        self.crew.begin_step()
         if not self.crew.known[1]:
             self.crew.measure()
         self._look()
@@ -314,7 +318,7 @@ class Run:
         for member, share in moved:
             self._note("move", member.peer, member.stage)
             self.tally.moves += 1
-            self._redo(member.stage, share)
+            self._redo(member.stage, share * passed)
         if moved:
             self._look()
 
