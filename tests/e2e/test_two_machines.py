@@ -103,16 +103,16 @@ def test_the_founders_machine_goes_on_by_its_casting_vote_when_the_guests_is_gon
     assert "training has stopped" not in run.output and "Every sample counted once." in run.output, run.output
 
 
-def test_a_guest_whose_answers_do_not_arrive_reads_why_within_seconds(machines: tuple[Machine, Machine]) -> None:
+def test_a_guest_that_nobody_reaches_directly_takes_part_through_a_relay(machines: tuple[Machine, Machine]) -> None:
     """It listens where the host has no way to; its calls arrive from another address, as behind a router."""
     host, guest = machines
     invite = invited(host)
     ip("-n", guest.name, "addr", "add", "10.88.0.2/32", "dev", "lo")
     began = time.monotonic()
     joined = guest.shoal("join", invite, *NO_MODEL, "network.host=10.88.0.2")
-    wait_for(lambda: joined.process.poll() is not None or "answers do not arrive" in joined.output)
-    print(f"{time.monotonic() - began:.1f} s from `shoal join` to the words\n{joined.output}")
-    assert f"they see this machine as {HOSTS[1]}, a router's address, and it has 10.88.0.2" in joined.output
+    wait_for(lambda: joined.process.poll() is not None or "holds stage" in joined.output)
+    print(f"{time.monotonic() - began:.1f} s from `shoal join` to the stage\n{joined.output}")
+    assert "holds stage" in joined.output
 
 
 def test_a_guest_is_told_at_once_what_is_wrong_with_the_address(machines: tuple[Machine, Machine]) -> None:
