@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import guest
+from shoal.dashboard.terminal import Terminal
 from shoal.launcher import checkpoints, preflight, reach, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
 from shoal.launcher.launcher import Launcher, RunRequest
@@ -83,7 +84,9 @@ def main(args: argparse.Namespace) -> int:
             invite=text,
             command=shlex.join(again),
         )
-        return asyncio.run(Launcher(job).run())
+        outcome = asyncio.run(Launcher(job, Terminal()).run())
+        print(outcome.text)
+        return outcome.code
 
 
 def _too_many(peers: int, most: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from shoal import importing
 from shoal.config.section import Section, without_effect
 
 _PATH_OF = {"text": "file, directory or glob", "jsonl": "file, directory or glob", "huggingface": "data set"}
@@ -16,8 +17,11 @@ class Data(Section, frozen=True):
     """Where samples come from. Sample i is the same whatever the number of peers."""
 
     source: Annotated[
-        Literal["python", "text", "jsonl", "huggingface"],
-        Meta(description="Samples are read from this kind of source; python is the text of Python's own library."),
+        Literal["python", "text", "jsonl", "huggingface", "dataset"],
+        Meta(
+            description="Samples are read from this kind of source; python is the text of Python's own library, dataset is"
+            " data.factory's."
+        ),
     ] = "python"
     path: Annotated[
         str,
@@ -26,6 +30,12 @@ class Data(Section, frozen=True):
     field: Annotated[str, Meta(description="The text stands in this field of a JSON line or column of a data set.")] = (
         "text"
     )
+    factory: Annotated[
+        str,
+        Meta(
+            description='This function of yours, such as "my_data:samples", returns the data set: len() samples of data.sequence + 1 ids.'
+        ),
+    ] = ""
     split: Annotated[str, Meta(description="This split of a Hugging Face data set is read.")] = "train"
     tokenizer: Annotated[
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
@@ -46,7 +56,15 @@ class Data(Section, frozen=True):
 
 
 def problems(data: Data) -> Iterator[str]:
-    if data.source != "python" and not data.path:
+    if data.source == "dataset" and importing.malformed(data.factory):
+        yield f'data.factory = {data.factory!r} names no function; write "module:function", such as "my_data:samples"'
+    if data.source in _PATH_OF and not data.path:
         yield f"data.path is empty, but data.source = {data.source!r} reads it; name a {_PATH_OF[data.source]}"
-    ignored = {"python": ["path", "field", "split"], "text": ["field", "split"], "jsonl": ["split"], "huggingface": []}
+    ignored = {
+        "python": ["path", "field", "split", "factory"],
+        "text": ["field", "split", "factory"],
+        "jsonl": ["split", "factory"],
+        "huggingface": ["factory"],
+        "dataset": ["path", "field", "split", "tokenizer"],
+    }
     yield from without_effect(data, "data", ignored[data.source], f"data.source = {data.source!r} does not read it")

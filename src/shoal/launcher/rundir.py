@@ -107,8 +107,8 @@ def labels(directory: Path) -> dict[str, Peer]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
 
 
-def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
-    """Write and print what the run adds up to, and draw its losses. False: it could not be written, which is said."""
+def conclude(directory: Path, summary: account.Summary, name: str) -> tuple[str, bool]:
+    """Write what the run adds up to, and draw its losses. Returns it in words, and whether it could be written."""
     try:
         replace(directory / "summary.json", account.encode(summary))
         if summary.losses:
@@ -116,12 +116,8 @@ def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
         problem = ""
     except OSError as error:  # a full disk: the account is printed all the same
         problem = f"the account could not be written to {directory}: {error.strerror}"
-    if summary.losses:
-        print(plot.curve(summary.losses))
-    print(account.text(summary))
-    if problem:
-        print(problem)
-    return not problem
+    curve = plot.curve(summary.losses) if summary.losses else ""
+    return "\n".join(filter(None, [curve, account.text(summary), problem])), not problem
 
 
 def running(directory: Path) -> bool:
@@ -213,7 +209,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone. `others`: machines
     will join that hold what is missing here."""
     directory.mkdir(parents=True, exist_ok=True)
-    standing = surviving(_written(directory))
+    standing = surviving(commits(directory))
     before = _unloadable(directory)
     if before < float("inf"):
         print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
@@ -275,7 +271,7 @@ def _summary_saved(directory: Path) -> int:
     return account.read(path).saved if path.exists() else 0
 
 
-def _written(directory: Path) -> list[CommittedStep]:
+def commits(directory: Path) -> list[CommittedStep]:
     """Every commit in commits.jsonl, in the order in which they were received."""
     path = directory / "commits.jsonl"
     steps: list[CommittedStep] = []

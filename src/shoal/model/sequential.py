@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from shoal.config import Config
+from shoal.model import weights
 from shoal.model.cut import next_token_loss, seeded, spans, targets
+from shoal.model.factory import OwnModel
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the model, targets) -> mean over the microbatch
 
@@ -50,32 +53,63 @@ def build(
     stage, stages = span
     with torch.device("meta"):
         model = make()
+    return _filled(_cut(model, loss, stage, stages), seed, device)
+
+
+def hollow(own: OwnModel, config: Config, stage: int) -> SequentialStage:
+    """A stage of the user's own model on the meta device. ValueError: it cannot be cut."""
+    _refuse_undrawn(own.model)
+    return _cut(own.model, own.loss, stage, config.run.stages, config.run.layers)
+
+
+def own_stage(own: OwnModel, config: Config, stage: int, source: str | None, device: str) -> SequentialStage:
+    """A stage of the user's own model, drawn from run.seed or read from the safetensors directory `source`."""
+    built = _filled(hollow(own, config, stage), config.run.seed, device)
+    if source is not None:
+        weights.load_plain(built.model, source)
+    return built
+
+
+def _cut(model: nn.Module, loss: Loss, stage: int, stages: int, layers: tuple[int, ...] = ()) -> SequentialStage:
     if not isinstance(model, nn.Sequential):
         raise ValueError(f"a {type(model).__name__} cannot be cut; give a function that returns an nn.Sequential")
     _refuse_shared(model)
     names = [name for name, _ in model.named_children()]
-    mine = {names[block] for block in spans(len(names), stages)[stage]}
+    mine = {names[block] for block in spans(len(names), stages, layers)[stage]}
     for name in names:
         if name not in mine:
             delattr(model, name)
-    model.to_empty(device="cpu")
+    return SequentialStage(model.eval(), loss, first=stage == 0, last=stage == stages - 1)
+
+
+def _filled(stage: SequentialStage, seed: int, device: str) -> SequentialStage:
+    stage.model.to_empty(device="cpu")
     with torch.no_grad():
-        _initialise(model, seed)
-    return SequentialStage(model.eval().to(device), loss, first=stage == 0, last=stage == stages - 1)
+        _initialise(stage.model, seed)
+    stage.model.to(device)
+    return stage
 
 
 def _initialise(model: nn.Sequential, seed: int) -> None:
+    _refuse_undrawn(model)
+    for name, module in _drawn(model):
+        with seeded(seed, name):
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _drawn(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters or buffers of their own."""
     for name, module in model.named_modules():
-        owned = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not owned:
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
+        if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            yield name, module
+
+
+def _refuse_undrawn(model: nn.Module) -> None:
+    for name, module in _drawn(model):
+        if not hasattr(module, "reset_parameters"):
             raise ValueError(
                 f"{name}: {type(module).__name__} has parameters or buffers but no reset_parameters() to draw them with"
             )
-        with seeded(seed, name):
-            reset()
 
 
 def _refuse_shared(model: nn.Sequential) -> None:
