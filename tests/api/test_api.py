@@ -25,6 +25,7 @@ def widths(): return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4), nn.Line
 def number(): return 3
 def fails(): raise OSError("no disk")
 class Bare(nn.Module):
+    def forward(self, x): return x
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3))

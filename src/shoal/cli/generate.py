@@ -59,13 +59,18 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary, whole
+    from shoal.model import boundary, factory, whole
 
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind == factory.MODEL_TYPE:
+        raise ValueError(
+            f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
+        if kind == boundary.MODEL_TYPE:
             model = whole.load(path).to(args.device)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()

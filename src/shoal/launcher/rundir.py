@@ -231,6 +231,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
         return resumed
     _set_trace_aside(directory, first)
+    _thin_earlier(directory, config.run.trace_bytes * config.run.peers)
     _begin_session(directory, base, kept)
     return resumed
 
@@ -305,6 +306,17 @@ def _set_trace_aside(directory: Path, step: int) -> None:
         kept = _unused(directory, step, "")
         os.rename(directory / "traces", kept)
         print(escaped(f"the earlier session's traces are in {kept}, they could not be put together: {error}"))
+
+
+def _thin_earlier(directory: Path, most_bytes: int) -> None:
+    """A run that is resumed every day leaves many traces: the newest stay, as far as they take `most_bytes` together, the newest always."""
+    earlier = sorted(directory.glob("trace-before-*.jsonl*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total_bytes = 0
+    for number, path in enumerate(earlier):
+        total_bytes += path.stat().st_size
+        if number and total_bytes > most_bytes:
+            path.unlink()
+            print(f"{path} is removed: run.trace_bytes")
 
 
 def _unused(directory: Path, step: int, ending: str) -> Path:
