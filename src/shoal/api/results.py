@@ -125,9 +125,9 @@ class Checkpoint:
     def model(self) -> nn.Module:
         """The whole model with these weights, on the CPU in fp32: an `nn.Sequential` of one's own, or the Hugging Face model.
         ValueError: a tensor is missing, or model.factory cannot be imported here."""
-        from shoal.model import factory, weights
+        from shoal.model import sequential, weights
 
-        own = factory.sequential(self.config)
+        own = sequential.own_sequential(self.config)
         if own is None:
             return _hugging_face(self.path)
         model = own.model.to_empty(device="cpu").eval()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from shoal import importing
@@ -20,8 +21,8 @@ from shoal.api.results import Run, Step, step_of
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.launcher import session
-from shoal.launcher.launcher import FAILED, Launcher, Outcome, RunRequest
-from shoal.launcher.session import RunOptions, Source
+from shoal.launcher.launcher import FAILED, Launcher
+from shoal.launcher.session import Outcome, RunOptions, RunRequest, Source
 from shoal.runtime.records.account import CommittedStep
 
 OnStep = Callable[[Step], object]
@@ -88,8 +89,9 @@ class _Session:
     """The launcher in a thread, and the callbacks in the caller's."""
 
     def __init__(self, job: RunRequest, quiet: bool, on_step: OnStep | None, on_commit: OnCommit | None) -> None:
-        self._job, self._on_step, self._on_commit = job, on_step, on_commit
-        self._view = Terminal(Console(quiet=True)) if quiet else Terminal()
+        self._on_step, self._on_commit = on_step, on_commit
+        view = Terminal(Console(quiet=True)) if quiet else job.view
+        self._job = msgspec.structs.replace(job, view=view, hear=lambda step: self._steps.put(step))
         self._steps: queue.SimpleQueue[CommittedStep | None] = queue.SimpleQueue()  # None: the session has ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self._launcher: Launcher | None = None
@@ -135,7 +137,7 @@ class _Session:
 
     def _work(self) -> None:
         async def work() -> Outcome:
-            self._launcher = Launcher(self._job, self._view, self._steps.put)
+            self._launcher = Launcher(self._job)
             self._loop = asyncio.get_running_loop()
             return await self._launcher.run()
 

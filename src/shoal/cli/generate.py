@@ -59,10 +59,10 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary, factory, whole
+    from shoal.model import boundary, sequential, whole
 
     kind = json.loads((path / "config.json").read_text()).get("model_type")
-    if kind == factory.MODEL_TYPE:
+    if kind == sequential.MODEL_TYPE:
         raise ValueError(
             f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
         )

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal import guest
-from shoal.dashboard.terminal import Terminal
 from shoal.launcher import checkpoints, preflight, reach, rundir
 from shoal.launcher.launch import INVITE_VARIABLE
-from shoal.launcher.launcher import Launcher, RunRequest
+from shoal.launcher.launcher import Launcher
+from shoal.launcher.session import RunRequest
 from shoal.transport.identity.invite import MAX_INVITE_CHARS, PREFIX, read_invite
 from shoal.transport.identity.passes import date
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
             invite=text,
             command=shlex.join(again),
         )
-        outcome = asyncio.run(Launcher(job, Terminal()).run())
+        outcome = asyncio.run(Launcher(job).run())
         print(outcome.text)
         return outcome.code
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from shoal import units
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.dashboard.terminal import Terminal
 from shoal.launcher import checkpoints, session
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.session import RunOptions
@@ -78,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         if isinstance(job, Summary):
             print(account.text(job))
             return 0
-        outcome = asyncio.run(Launcher(job, Terminal()).run())
+        outcome = asyncio.run(Launcher(job).run())
         print(outcome.text)
         return outcome.code
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.model import factory
+from shoal.model import sequential
 from shoal.model.boundary import MODEL_TYPE, parse
 from shoal.model.families import hf_config
 from shoal.numerics import pieces
@@ -102,8 +102,8 @@ def boundary(config: Config) -> BoundaryShape:
 def hidden_size(config: Config) -> int:
     """Width of the model; a model directory overrides the settings."""
     if config.model.factory:
-        own = factory.sequential(config)
-        return factory.width(config, own) if own is not None else int(hf_config(config).hidden_size)
+        own = sequential.own_sequential(config)
+        return sequential.width(config, own) if own is not None else int(hf_config(config).hidden_size)
     if "hidden_size" in config.model.extra:
         return int(config.model.extra["hidden_size"])
     if config.model.path:

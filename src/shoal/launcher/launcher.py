@@ -12,10 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import IO
 
 import msgspec
 
@@ -33,11 +31,10 @@ from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.session import Outcome, RunRequest
 from shoal.launcher.watching.members import LAST_REPLICA_S
-from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
-from shoal.planner.inputs.cluster import Cluster
+from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
-from shoal.planner.strategy.plan import Plan
 from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
@@ -58,39 +55,11 @@ FAILED = 1
 OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: the time that was given is over, all is saved, the same command goes on
 
 
-class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's arguments, checked."""
-
-    config: Config
-    directory: Path
-    claim: IO[str]  # on the directory
-    here: int  # peers to start
-    started_s: float
-    resumed: Resumed = Resumed()
-    plan: Plan | None = None
-    cluster: Cluster | None = None  # whose lines the peers get
-    kill_every_s: float | None = None
-    invite: str = ""  # to somebody else's run; '' to found one
-    time_s: float | None = None  # after which the run is saved and ended
-    command: str = ""  # that goes on with the run, or takes part again
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How the session ended: the command's exit code, the account, and both in words."""
-
-    code: int
-    summary: Summary
-    text: str
-
-
 class Launcher:
-    """One session. With `job.invite` it is a guest in somebody else's run. `view` shows its progress; `hear` is called in its loop with
-    every new committed step."""
+    """One session. With `job.invite` it is a guest in somebody else's run."""
 
-    def __init__(
-        self, job: RunRequest, view: Terminal, hear: Callable[[CommittedStep], object] = lambda step: None
-    ) -> None:
-        self.job, self.view, self.hear = job, view, hear
+    def __init__(self, job: RunRequest) -> None:
+        self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
         self.crew = PeerProcesses(job.directory, self._hear, self._ended)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
@@ -138,7 +107,7 @@ class Launcher:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
-        with self.view as terminal:
+        with self.job.view as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
                     works = (
@@ -236,12 +205,17 @@ class Launcher:
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
             lines.append(text)
         lines.append(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
+        lines += self._next(summary, finished)
+        return Outcome(self._exit_code(summary, finished), summary, "\n".join(lines))
+
+    def _next(self, summary: Summary, finished: bool) -> list[str]:
+        """What the user may do now."""
         speaks = self.config.device.executor != "emulated" and not self.config.model.factory
         if finished and summary.saved and speaks:
-            lines.append(f'next: shoal generate {self.directory} "a few words"')
+            return [f'next: shoal generate {self.directory} "a few words"']
         if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
-            lines.append(escaped_lines(self._goes_on(summary)))
-        return Outcome(self._exit_code(summary, finished), summary, "\n".join(lines))
+            return [escaped_lines(self._goes_on(summary))]
+        return []
 
     def _exit_code(self, summary: Summary, finished: bool) -> int:
         if self.interrupted:
@@ -362,7 +336,7 @@ class Launcher:
         step: CommittedStep | None = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
-            self.hear(step)
+            self.job.hear(step)
         if self.watch.failed:
             self._give_up(self.watch.failed)
         elif self.watch.finished:

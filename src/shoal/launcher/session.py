@@ -6,10 +6,10 @@ For `shoal run` and `shoal.run`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -17,16 +17,46 @@ from shoal import config as configuration
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
+from shoal.dashboard.terminal import Terminal
 from shoal.launcher import checkpoints, preflight, rundir
-from shoal.launcher.launcher import RunRequest
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
 from shoal.launcher.watching.watch import Resumed
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
+from shoal.runtime.records.account import CommittedStep
 
 Source = Config | Mapping[str, Any] | str | Path | None  # of a configuration: checked, a tree, or a TOML file
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The command's arguments, checked."""
+
+    config: Config
+    directory: Path
+    claim: IO[str]  # on the directory
+    here: int  # peers to start
+    started_s: float
+    resumed: Resumed = Resumed()
+    plan: Plan | None = None
+    cluster: Cluster | None = None  # whose lines the peers get
+    kill_every_s: float | None = None
+    invite: str = ""  # to somebody else's run; '' to found one
+    time_s: float | None = None  # after which the run is saved and ended
+    command: str = ""  # that goes on with the run, or takes part again
+    view: Terminal = msgspec.field(default_factory=Terminal)  # shows its progress
+    hear: Callable[[CommittedStep], object] = lambda step: (
+        None
+    )  # called in the launcher's loop with every new committed step
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the session ended: the command's exit code, the account, and both in words."""
+
+    code: int
+    summary: Summary
+    text: str
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.config.model import THEIRS, Model
-from shoal.model import boundary, factory
+from shoal.model import boundary, sequential
 from shoal.model.cut import cut
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -106,7 +106,7 @@ def _given(config: Config) -> tuple[dict[str, Any], str]:
         return _read(config)
     if not config.model.factory:
         return _fields(config), config.model.family
-    model = factory.own_model(config).model
+    model = sequential.own_model(config).model
     hf: PreTrainedConfig | None = getattr(model, "config", None)
     if hf is None or type(model) is not model_class(hf):
         wanted = "an nn.Sequential" if hf is None else f"a {model_class(hf).__name__}, transformers' own"

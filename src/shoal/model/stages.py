@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, microbatches, slices
-from shoal.model import balance, boundary, factory, linear, sequential, vocabulary
+from shoal.model import balance, boundary, linear, sequential, vocabulary
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.weights import materialise
@@ -129,11 +129,11 @@ def check(config: Config) -> None:
     """ValueError: `build` would refuse the model. No weights are read or allocated."""
     if config.device.executor == "emulated":
         return
-    own = factory.sequential(config)
+    own = sequential.own_sequential(config)
     if own is None:
         _hollow(config)
     else:
-        factory.width(config, own)
+        sequential.width(config, own)
         sequential.hollow(own, config, 0)
 
 
@@ -142,7 +142,7 @@ def build(
 ) -> HuggingFaceStage | sequential.SequentialStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut."""
-    if (own := factory.sequential(config)) is not None:
+    if (own := sequential.own_sequential(config)) is not None:
         return sequential.own_stage(own, config, stage, source, device)
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
@@ -157,7 +157,7 @@ def build(
 
 def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.SequentialStage:
     """`build` with parameters on the meta device, to compute what a stage needs."""
-    if (own := factory.sequential(config)) is not None:
+    if (own := sequential.own_sequential(config)) is not None:
         return sequential.hollow(own, config, stage)
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks

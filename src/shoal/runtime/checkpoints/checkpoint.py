@@ -314,15 +314,15 @@ class Store:
 
 def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
-    from shoal.model import boundary, factory
+    from shoal.model import boundary, sequential
     from shoal.model.families import cuts, hf_config
     from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":
         return About(config, data, data_note, {"config.json": json.dumps({"model_type": "emulated"}).encode()})
     tokenizer = {} if config.data.source == "dataset" else open_tokenizer(config.data.tokenizer).files()
-    if factory.sequential(config) is not None:
-        fields = {"model_type": factory.MODEL_TYPE, "factory": config.model.factory}
+    if sequential.own_sequential(config) is not None:
+        fields = {"model_type": sequential.MODEL_TYPE, "factory": config.model.factory}
         return About(config, data, data_note, {"config.json": json.dumps(fields).encode()} | tokenizer)
     hf = hf_config(config)
     told = hf.to_json_string(use_diff=False)

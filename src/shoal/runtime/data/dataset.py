@@ -73,10 +73,10 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
 def vocabulary(config: Config) -> int:
     """Token ids of the run's model: below this."""
     if config.model.factory:
-        from shoal.model import factory
+        from shoal.model import sequential
 
-        if (own := factory.sequential(config)) is not None:
-            return factory.vocabulary(own)
+        if (own := sequential.own_sequential(config)) is not None:
+            return sequential.vocabulary(own)
     elif not config.model.path:
         return config.model.vocab_size
     from shoal.model.families import hf_config

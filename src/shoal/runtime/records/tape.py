@@ -149,9 +149,9 @@ class Tape:
 
     def _drop_oldest(self, but: Path | None = None, keep_first: bool = False) -> bool:
         """Delete the oldest segment but the first, which goes last: only from it can anything be replayed."""
-        first, *later = self._full_segments() or [None]
-        for path in [*later, *([] if keep_first else [first])]:
-            if path is not None and path != but:
+        full = self._full_segments()
+        for path in [*full[1:], *([] if keep_first else full[:1])]:
+            if path != but:
                 with contextlib.suppress(OSError):
                     path.unlink()
                     return True
