@@ -57,7 +57,8 @@ MACHINE = frozenset(
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
-FILES = ("data.path", "data.tokenizer", "model.path")
+CODE = ("data.factory", "model.factory")  # functions in an invite: only ever given on the guest's own command line
+FILES = ("data.path", "data.tokenizer", "model.path", *CODE)
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
@@ -186,7 +187,7 @@ def invite_settings(
             if path in MACHINE or value == default[section][field]:
                 continue
             if path in FILES and not (path == "data.path" and config.data.source == "huggingface"):
-                local = path != "data.tokenizer" or Path(value).expanduser().exists()
+                local = path not in ("data.tokenizer", *CODE) or Path(value).expanduser().exists()
                 value = relative(value) if local else value
             out.setdefault(section, {})[field] = value
     return out
@@ -266,7 +267,11 @@ def _needs(config: Config) -> Iterator[tuple[str, int]]:
     model, train, run = config.model, config.train, config.run
     tokens = (config.device.sequences or train.microbatch) * config.data.sequence
     yield "the tokens of one microbatch take", train.microbatch * (config.data.sequence + 1) * 8
-    if model.path or (config.device.kind not in ("auto", "cpu") and config.device.executor == "resident"):
+    if (
+        model.path
+        or model.factory
+        or (config.device.kind not in ("auto", "cpu") and config.device.executor == "resident")
+    ):
         return  # its sizes are in this machine's own files; a device has a limit of its own
     block = 2 * model.hidden_size * (model.intermediate_size + model.hidden_size)
     most = max(run.layers) if run.layers else -(-model.layers // run.stages)
@@ -333,7 +338,7 @@ def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> d
         raise ValueError(f"--files {files}: no such directory")
     places, missing = {}, []
     for field, name in requested.items():
-        online = field == PLACE or (field == "data.path" and source == "huggingface")
+        online = field in (PLACE, *CODE) or (field == "data.path" and source == "huggingface")
         if files is None or online:
             missing.append((field, name, online))
             continue
@@ -376,9 +381,16 @@ _MEANS = {
     "data.path": "to read data",
     "data.tokenizer": "to load a tokenizer",
     "model.path": "to read a model",
+    "data.factory": "to import and run a Python module",
+    "model.factory": "to import and run a Python module",
     PLACE: "to write and delete checkpoints",
 }
-_SUCH = {"data.path": "PATH", "data.tokenizer": "NAME-OR-DIRECTORY", "model.path": "DIRECTORY", PLACE: "URL"}
+_SUCH = {
+    "data.path": "PATH",
+    "data.tokenizer": "NAME-OR-DIRECTORY",
+    "model.path": "DIRECTORY",
+    PLACE: "URL",
+} | dict.fromkeys(CODE, "MODULE:FUNCTION")
 
 
 def _pop_field(tree: dict[str, Any], path: str) -> Any:

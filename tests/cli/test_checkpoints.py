@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,24 @@ def test_what_another_run_saved_becomes_this_runs_only_by_adopt(capsys: pytest.C
     two = checkpoints.authority(Path("runs/two"))
     assert [(entry.step, entry.wrong) for entry in Catalog("CK", two).entries()] == [(6, ""), (4, ""), (2, "")]
     assert "steps 2, 4 and 6 of run 'two'" in refusal(capsys, CK, "--resume"), "the first run does not take them back"
+
+
+def test_a_setting_that_changed_is_named_and_one_that_may_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained() == 0
+    said = refusal(capsys, "--resume", "train.batch=4", "train.microbatch=1")
+    assert "has train.batch = 8, this run has 4: the place in the data is counted in it" in said
+    assert trained("--resume", "run.steps=6", "train.learning_rate=0.5") == 0
+    assert "changed since the checkpoint of step 4: train.learning_rate: 0.001 -> 0.5" in capsys.readouterr().out
+
+
+def test_traces_of_earlier_sessions_take_no_more_than_their_room(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"trace-before-{number}.jsonl").write_bytes(b"x" * 100)
+        os.utime(tmp_path / f"trace-before-{number}.jsonl", (number, number))
+    rundir._thin_earlier(tmp_path, 250)
+    assert sorted(path.name for path in tmp_path.glob("trace*")) == ["trace-before-3.jsonl", "trace-before-4.jsonl"]
+    rundir._thin_earlier(tmp_path, 0)
+    assert [path.name for path in tmp_path.glob("trace*")] == ["trace-before-4.jsonl"], "the newest stays"
 
 
 def test_beginning_anew_with_adopt_keeps_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:

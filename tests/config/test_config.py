@@ -227,7 +227,8 @@ def test_the_machines_are_told_what_the_tree_says() -> None:
 @pytest.mark.parametrize("key", [key for key in keys().values() if key.choices], ids=lambda key: key.path)
 def test_every_choice_is_accepted(key: Key) -> None:
     for choice in key.choices:
-        beside = ["data.path=there"] if key.path == "data.source" and choice != "python" else []
+        name = {"python": [], "dataset": ["data.factory=there:samples"]}.get(choice, ["data.path=there"])
+        beside = name if key.path == "data.source" else []
         beside += ["model.path=there"] if choice == "lora" else []
         if key.path == "data.format" and choice != "text":
             beside = ["data.path=there", "data.source=jsonl", "data.tokenizer=there"]

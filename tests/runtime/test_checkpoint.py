@@ -242,10 +242,16 @@ def test_a_run_that_cannot_go_on_from_it_is_told_why(url: str) -> None:
     a_checkpoint(store, 7)
     training = store.catalog.open(7)
     marker.refuse_foreign(training, TINY, "d" * 64)
-    longer = msgspec.structs.replace(TINY, run=Run(name="other", stages=2, seed=5, steps=900))
+    longer = msgspec.structs.replace(training.config, run=Run(name="other", stages=2, seed=5, steps=900))
     marker.refuse_foreign(training, longer, "d" * 64)
+    assert (
+        "run.steps: " in "".join(marker.changes(training, longer)) and marker.changes(training, training.config) == []
+    )
     for change, match in (
-        ({"train": Train(batch=8, microbatch=2)}, r"train\.batch = 4, this run has 8"),
+        (
+            {"train": Train(batch=8, microbatch=2)},
+            r"train\.batch = 4, this run has 8: the place in the data is counted in it",
+        ),
         ({"run": Run(seed=6)}, r"run\.seed = 5"),
         ({"data": Data(sequence=9)}, r"data\.sequence = 8"),
         ({"model": Model()}, r"model\.hidden_size = 16, this run has 128"),

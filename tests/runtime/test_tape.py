@@ -45,21 +45,26 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "traces"
 
 
-def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_newest_part(place: Path) -> None:
-    limit, each = 64 << 10, lines(1)[0]
+def test_a_trace_of_a_month_stays_within_its_room_and_keeps_its_beginning_and_its_newest_part(place: Path) -> None:
+    limit, each, begun = 64 << 10, lines(1)[0], lines(100)
     recording = Tape(place / "p1.jsonl", HEADER, limit)
     count, most = 40 * limit // len(each), 0
     for n in range(count):
-        assert recording.write([each.replace(b"0.0", f"{n}.0".encode(), 1)]) == ""
+        line = begun[n] if n < len(begun) else each.replace(b"0.0", f"{n}.0".encode(), 1)
+        assert recording.write([line]) == ""
         if n % 1000 == 0:
             most = max(most, disk_bytes(place))
     recording.close()
     assert max(most, disk_bytes(place)) <= limit
-    header, *kept = trace.read(merged(place))
-    assert isinstance(header, trace.Header) and header.before == count - len(kept) > 0
+    items = list(trace.read(merged(place)))
+    gap = next(n for n, item in enumerate(items) if isinstance(item, trace.Header) and item.before)
+    header, kept = items[gap], items[gap + 1 :]
+    assert isinstance(header, trace.Header) and header.before == count - len(kept) > gap
     assert [int(item.time_s) for item in kept if isinstance(item, trace.TraceRecord)] == [
         *range(count - len(kept), count)
     ]
+    replayed = trace.replay(merged(place))
+    assert replayed.events == gap - 1 >= 100 and replayed.missing == {"p1": header.before - replayed.events}
     assert len(kept) * len(each) > limit, "compressed, more than its room is kept"
 
 

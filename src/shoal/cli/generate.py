@@ -46,8 +46,13 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary, stages, whole
+    from shoal.model import boundary, sequential, stages, whole
 
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind == sequential.MODEL_TYPE:
+        raise ValueError(
+            f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model: Any
@@ -55,7 +60,7 @@ def sample(path: Path, args: argparse.Namespace) -> str:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if (path / "adapter_config.json").is_file():
             model = stages.whole(saved.adapted(path, args.base), str(path), args.device)
-        elif json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
+        elif kind == boundary.MODEL_TYPE:
             model = whole.load(path).to(args.device)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()

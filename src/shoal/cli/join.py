@@ -41,7 +41,8 @@ def main(args: argparse.Namespace) -> int:
 
     from shoal import guest
     from shoal.launcher import checkpoints, preflight, reach, rundir
-    from shoal.launcher.launcher import Launcher, RunRequest
+    from shoal.launcher.launcher import Launcher
+    from shoal.launcher.session import RunRequest
     from shoal.transport.identity.invite import read_invite
     from shoal.transport.identity.passes import date
 
@@ -77,7 +78,9 @@ def main(args: argparse.Namespace) -> int:
             invite=text,
             command=shlex.join(again),
         )
-        return asyncio.run(Launcher(job).run())
+        outcome = asyncio.run(Launcher(job).run())
+        print(outcome.text)
+        return outcome.code
 
 
 def _too_many(peers: int, most: int) -> Iterator[str]:

@@ -30,7 +30,8 @@ from shoal.dashboard import plan_report
 from shoal.escaping import describe
 from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight
-from shoal.launcher.planning import replanning
+from shoal.launcher.planning import deciding, replanning
+from shoal.launcher.planning.deciding import BUDGET, SEED
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
@@ -42,7 +43,6 @@ from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
 
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
-SEED, BUDGET = 0, 400  # of the search; evaluations
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,12 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> int:
-    def decide(given: Problem) -> plan.Plan:
-        if args.sizes:
-            return strategy.decide_sizes(given, lambda: np.random.default_rng(SEED), BUDGET, args.stages)
-        return strategy.decide(given, np.random.default_rng(SEED), BUDGET, args.stages)
-
-    decided = choices.choose(problem, tree.plan.allow, decide, lambda peers: _shares_out(tree, peers))
+    decided = deciding.decide(tree, problem, args.stages, args.sizes)
     problem = choices.chosen(problem, decided)
     if args.out:
         plan.save(decided, args.out)
@@ -167,12 +162,6 @@ def _faults(args: argparse.Namespace, tree: config.Config) -> Iterator[str]:
             plan.load(args.check)
     except (ValueError, OSError) as error:
         yield describe(error)
-
-
-def _shares_out(tree: config.Config, peers: int) -> bool:
-    """Are a local step's sequences whole microbatches, with so many peers?"""
-    train = tree.train
-    return bool(train.local_batch) or (train.batch % peers == 0 and train.batch // peers % train.microbatch == 0)
 
 
 def _draw(decided: plan.Plan, problem: Problem, folder: Path) -> None:

@@ -185,7 +185,8 @@ class LocalTraining:
 
     def _conclude(self, early: str) -> int:
         summary = self.watch.summary(time.monotonic(), early)
-        written = rundir.conclude(self.directory, summary, self.config.run.name)
+        text, written = rundir.conclude(self.directory, summary, self.config.run.name)
+        print(text)
         print(f"all of it is in {self.directory}")
         if not early and written:
             return ExitCode.OK

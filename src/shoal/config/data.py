@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from shoal import importing
 from shoal.config.plan import Plan
 from shoal.config.section import Section, without_effect
 from shoal.config.train import Train
@@ -18,8 +19,11 @@ class Data(Section, frozen=True):
     """Where samples come from. Sample i is the same whatever the number of peers."""
 
     source: Annotated[
-        Literal["python", "text", "jsonl", "huggingface"],
-        Meta(description="Samples are read from this kind of source; python is the text of Python's own library."),
+        Literal["python", "text", "jsonl", "huggingface", "dataset"],
+        Meta(
+            description="Samples are read from this kind of source; python is the text of Python's own library, dataset is"
+            " data.factory's."
+        ),
     ] = "python"
     path: Annotated[
         str,
@@ -54,6 +58,12 @@ class Data(Section, frozen=True):
             " {} is all files as one corpus."
         ),
     ] = {}
+    factory: Annotated[
+        str,
+        Meta(
+            description='This function of yours, such as "my_data:samples", returns the data set: len() samples of data.sequence + 1 ids.'
+        ),
+    ] = ""
     split: Annotated[str, Meta(description="This split of a Hugging Face data set is read.")] = "train"
     tokenizer: Annotated[
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
@@ -80,7 +90,9 @@ def field_of(data: Data) -> str:
 
 
 def problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
-    if data.source != "python" and not data.path:
+    if data.source == "dataset" and importing.malformed(data.factory):
+        yield f'data.factory = {data.factory!r} names no function; write "module:function", such as "my_data:samples"'
+    if data.source in _PATH_OF and not data.path:
         yield f"data.path is empty, but data.source = {data.source!r} reads it; name a {_PATH_OF[data.source]}"
     if data.weights and data.source not in ("text", "jsonl"):
         yield f"data.weights names files, and data.source = {data.source!r} has none to choose from; try data.weights={{}}"
@@ -88,7 +100,13 @@ def problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
         yield from without_effect(data, "data", ["packing"], "text is always packed")
     else:
         yield from _row_problems(data, train, plan)
-    ignored = {"python": ["path", "field", "split"], "text": ["field", "split"], "jsonl": ["split"], "huggingface": []}
+    ignored = {
+        "python": ["path", "field", "split", "factory"],
+        "text": ["field", "split", "factory"],
+        "jsonl": ["split", "factory"],
+        "huggingface": ["factory"],
+        "dataset": ["path", "field", "split", "tokenizer"],
+    }
     yield from without_effect(data, "data", ignored[data.source], f"data.source = {data.source!r} does not read it")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from shoal import importing
 from shoal.config.data import Data
 from shoal.config.device import Device
 from shoal.config.run import Run
@@ -36,6 +37,13 @@ class Model(Section, frozen=True):
     path: Annotated[
         str, Meta(description='Training starts from this Hugging Face model directory; "" draws weights from the seed.')
     ] = ""
+    factory: Annotated[
+        str,
+        Meta(
+            description='The model is what this function of yours returns, such as "my_model:build": an nn.Sequential or a Hugging Face'
+            " model."
+        ),
+    ] = ""
     hidden_size: Annotated[int, Meta(ge=1, le=2**20, description="Hidden states have this many values per token.")] = (
         128
     )
@@ -62,7 +70,11 @@ class Model(Section, frozen=True):
 
 
 def problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str]:
-    if model.path:
+    if model.factory:
+        why = f"model.factory = {model.factory!r} makes the model"
+        yield from without_effect(model, "model", ["family", "path", "boundary", "extra", *THEIRS], why)
+        yield from _factory_problems(model, data, device)
+    elif model.path:
         why = f"the model in model.path = {model.path!r} has its own"
         yield from without_effect(model, "model", ["family", *THEIRS], why)
     else:
@@ -71,6 +83,16 @@ def problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str
         yield f"model.boundary = {model.boundary!r} stands at cuts, and run.stages = 1 has none; try run.stages=2"
     if model.boundary != "none" and device.executor == "swapping":
         yield "device.executor = 'swapping' does not run model.boundary layers; try device.executor='resident'"
+
+
+def _factory_problems(model: Model, data: Data, device: Device) -> Iterator[str]:
+    if importing.malformed(model.factory):
+        yield f'model.factory = {model.factory!r} names no function; write "module:function", such as "my_model:build"'
+    if data.document_end >= 0:
+        yield f"data.document_end = {data.document_end} has no effect: model.factory makes the model; set data.document_end=-1"
+    for name in ("compile", "checkpointing"):
+        if getattr(device, name):
+            yield f"device.{name} has no effect: model.factory = {model.factory!r} makes the model; leave device.{name} out"
 
 
 def _size_problems(model: Model, run: Run, data: Data, device: Device) -> Iterator[str]:
@@ -99,5 +121,5 @@ def _size_problems(model: Model, run: Run, data: Data, device: Device) -> Iterat
             f"model.boundary = {model.boundary!r} does not divide model.hidden_size = {model.hidden_size};"
             f" try model.hidden_size={near}"
         )
-    if data.tokenizer == "bytes" and model.vocab_size < 256:
+    if data.tokenizer == "bytes" and data.source != "dataset" and model.vocab_size < 256:
         yield f"model.vocab_size = {model.vocab_size} does not cover data.tokenizer = 'bytes'; try 256"

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config import Config
+from shoal.model import sequential
 from shoal.model.boundary import MODEL_TYPE, parse
+from shoal.model.families import hf_config
 from shoal.numerics import pieces
 
 MIXED_BYTES = 1 << 16  # of a tensor whose digest is worth a compiled loop
@@ -110,6 +112,9 @@ def boundary(config: Config) -> BoundaryShape:
 
 def hidden_size(config: Config) -> int:
     """Width of the model; a model directory overrides the settings."""
+    if config.model.factory:
+        own = sequential.own_sequential(config)
+        return sequential.width(config, own) if own is not None else int(hf_config(config).hidden_size)
     hidden = config.model.extra.get("hidden_size")
     if isinstance(hidden, int | float):
         return int(hidden)

@@ -80,8 +80,11 @@ def advice(config: Config, stage: int) -> str:
 
 
 def _blocks(config: Config) -> tuple[range, ...]:
+    from shoal.model import sequential
     from shoal.model.families import hf_config
 
+    if (own := sequential.own_sequential(config)) is not None:
+        return cut(config.run, len(list(own.model.children())))
     return cut(config.run, hf_config(config).num_hidden_layers)
 
 

@@ -100,6 +100,8 @@ def newest(config: Config, directory: Path, wanted: Wanted) -> Beginning:
     _refuse_unusable(catalog, training, refused, saved)
     if training is not None:
         marker.refuse_foreign(training, config)
+        for change in marker.changes(training, config):
+            print(escaped(f"changed since the checkpoint of step {step}: {change}"))
     _set_damaged_aside(catalog, refused)
     if entry is not None:
         _print_choice(catalog, entry, refused, saved)

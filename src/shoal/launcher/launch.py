@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from shoal import importing
 from shoal.config import Device
 from shoal.escaping import escaped_lines
 from shoal.launcher import devices
@@ -212,4 +213,7 @@ def _environment(spec: PeerSpec) -> dict[str, str]:
     """Threads that wait by spinning would take the cores from the other peers of this machine."""
     device = msgspec.convert(spec.config["device"], Device)
     inherited = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    factories = [spec.config[section]["factory"] for section in ("model", "data")]
+    if path := importing.peers_path(factories, os.environ.get("PYTHONPATH", "")):
+        inherited["PYTHONPATH"] = path
     return inherited | devices.environment(device, spec.number, spec.here, inherited)

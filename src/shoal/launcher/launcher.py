@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from random import Random
-from typing import IO
 
 import msgspec
 
@@ -33,12 +33,12 @@ from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
 from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.session import Outcome, RunRequest
 from shoal.launcher.watching import page
 from shoal.launcher.watching.members import LAST_REPLICA_S
-from shoal.launcher.watching.watch import MajorityWatch, Resumed, RunMonitor
-from shoal.planner.inputs.cluster import Cluster
+from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
-from shoal.planner.strategy.plan import Plan
+from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
@@ -54,26 +54,8 @@ SPARES = 3  # peers that end by themselves are replaced this many times
 SAVE_S = 600.0  # for the checkpoint of a run that is ended by Ctrl-C: a large one on a slow disk
 
 
-class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's arguments, checked."""
-
-    config: Config
-    directory: Path
-    claim: IO[str]  # on the directory
-    here: int  # peers to start
-    started_s: float
-    resumed: Resumed = Resumed()
-    plan: Plan | None = None
-    cluster: Cluster | None = None  # whose lines the peers get
-    kill_every_s: float | None = None
-    invite: str = ""  # to somebody else's run; '' to found one
-    page: bool = False  # in the browser, beside the terminal
-    time_s: float | None = None  # after which the run is saved and ended
-    command: str = ""  # that goes on with the run, or takes part again
-
-
 class Launcher:
-    """One call of the command. With `job.invite` it is a guest in somebody else's run."""
+    """One session. With `job.invite` it is a guest in somebody else's run."""
 
     def __init__(self, job: RunRequest) -> None:
         self.job = job
@@ -116,13 +98,15 @@ class Launcher:
     def _warn(self, text: str) -> None:
         self.watch.tell("trouble", text, time.monotonic())
 
-    async def run(self) -> int:
+    async def run(self) -> Outcome:
+        """Until the run has ended, with nothing left behind. ValueError: what a peer found wrong with the configuration. In another
+        thread than the main one, which alone hears signals, somebody calls `interrupt`."""
         if self.watch.finished:  # by an earlier session
             return self._end()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupt)
-        with Terminal() as terminal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
+        with self.job.view as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
                     works = [
@@ -143,30 +127,29 @@ class Launcher:
             terminal.show(self.watch.snapshot(time.monotonic()))
         return self._end()
 
-    def _end(self) -> int:
+    def _end(self) -> Outcome:
         self._keep_directory()
         if self._output.lost:
             self._output.close()
-            print(escaped_lines(account.text(self.watch.summary(time.monotonic(), self.early))))
-            return ExitCode.FAILED
+            summary = self.watch.summary(time.monotonic(), self.early)
+            return Outcome(ExitCode.FAILED, summary, escaped_lines(account.text(summary)))
         self._output.write_status(self.watch.snapshot(time.monotonic()), float("inf"))
         self._output.close()
         if self.user_error:
             self._gather_traces()
             raise ValueError(self.user_error)
-        code = self._conclude()
-        self._gather_traces()  # after the account, whose room it may take
-        return code
+        outcome = self._conclude()
+        if trouble := self._gather_traces():  # after the account, whose room it may take
+            return msgspec.structs.replace(outcome, text=f"{outcome.text}\n{escaped_lines(trouble)}")
+        return outcome
 
-    def _gather_traces(self) -> None:
+    def _gather_traces(self) -> str:
+        """What went wrong; ''."""
         try:
             rundir.gather_traces(self.directory)
         except (OSError, ValueError) as error:  # no room for both; or a line that is none
-            print(
-                escaped_lines(
-                    f"the traces stay in {self.directory / 'traces'}, they could not be put together: {error}"
-                )
-            )
+            return f"the traces stay in {self.directory / 'traces'}, they could not be put together: {error}"
+        return ""
 
     async def _part(self, terminal: Terminal) -> None:
         """Members end by themselves when the run is finished; where others can go on, these leave in good order; everything else is
@@ -210,22 +193,28 @@ class Launcher:
             await asyncio.sleep(SHOW_S)
         terminal.say(f"step {self.watch.saved:,} is saved: going at once loses nothing before it")
 
-    def _conclude(self) -> int:
+    def _conclude(self) -> Outcome:
         finished = self.watch.finished and not self.watch.failed
-        if self.authority is None:
-            return self._conclude_guest(finished)
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
-        rundir.conclude(self.directory, summary, self.config.run.name)
+        if self.authority is None:
+            return self._conclude_guest(summary, finished)
+        lines = [rundir.conclude(self.directory, summary, self.config.run.name)[0]]
         if self.watch.failed and self.watch.books.view is not None:
             rundir.pass_over(self.directory, self.watch.books.view.step)
         if self.job.plan is not None and (text := plan_settings.against(self.job.plan, self.watch.books.steps)):
-            print(text)
-        print(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
-        if finished and summary.saved and self.config.device.executor != "emulated":
-            print(f'next: shoal generate {self.directory} "a few words"')
+            lines.append(text)
+        lines.append(f"all of it is in {self.directory}; the bytes of each peer: shoal status {self.directory} --peers")
+        lines += self._next(summary, finished)
+        return Outcome(self._exit_code(summary, finished), summary, "\n".join(lines))
+
+    def _next(self, summary: Summary, finished: bool) -> list[str]:
+        """What the user may do now."""
+        speaks = self.config.device.executor != "emulated" and not self.config.model.factory
+        if finished and summary.saved and speaks:
+            return [f'next: shoal generate {self.directory} "a few words"']
         if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
-            print(escaped_lines(self._goes_on(summary)))
-        return self._exit_code(summary, finished)
+            return [escaped_lines(self._goes_on(summary))]
+        return []
 
     def _exit_code(self, summary: Summary, finished: bool) -> int:
         if self.interrupted:
@@ -235,16 +224,15 @@ class Launcher:
         done = summary.balanced and summary.steps == self.config.run.steps
         return 0 if done and not summary.unsaved else ExitCode.FAILED
 
-    def _conclude_guest(self, finished: bool) -> int:
-        print(escaped_lines(f"this peer's part is over: {'the run is finished' if finished else self.early}"))
+    def _conclude_guest(self, summary: Summary, finished: bool) -> Outcome:
+        lines = [f"this peer's part is over: {'the run is finished' if finished else self.early}"]
         if not finished:
             saved = f"step {self.watch.saved:,} is saved" if self.watch.saved else "nothing is saved yet"
-            print(
-                escaped_lines(f"{saved}; the run keeps what it has committed. To take part again: {self.job.command}")
-            )
+            lines.append(f"{saved}; the run keeps what it has committed. To take part again: {self.job.command}")
         if unsaved := self.watch.unsaved(ended=True):
-            print(f"{unsaved}. What was trained since is lost.")
-        return ExitCode.INTERRUPTED if self.interrupted else 0 if finished and not unsaved else ExitCode.FAILED
+            lines.append(f"{unsaved}. What was trained since is lost.")
+        code = ExitCode.INTERRUPTED if self.interrupted else 0 if finished and not unsaved else ExitCode.FAILED
+        return Outcome(code, summary, escaped_lines("\n".join(lines)))
 
     def _goes_on(self, summary: Summary) -> str:
         """What is saved of a run that ends before its last step, and the command that goes on."""
@@ -347,6 +335,7 @@ class Launcher:
         step = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
+            self.job.hear(step)
         if self.watch.failed:
             self._give_up(self.watch.failed)
         elif self.watch.finished:
@@ -398,11 +387,15 @@ class Launcher:
         self.early = self.early or why
         self.over.set()
 
-    def _interrupt(self) -> None:
+    def end(self, why: str) -> None:
+        """Save what was trained since the last checkpoint, then end the run."""
+        self.ending = self.ending or asyncio.get_running_loop().create_task(self._save_and_end(why))
+
+    def interrupt(self) -> None:
         """The first time what was trained since the last checkpoint is saved; the second time the run ends at once."""
         self.interrupted = True
         if self.ending is None and self._unsaved_step():
-            self.ending = asyncio.get_running_loop().create_task(self._save_and_end("interrupted"))
+            self.end("interrupted")
         else:
             self._give_up("interrupted")
 
@@ -411,7 +404,7 @@ class Launcher:
             return
         await asyncio.sleep(self.job.time_s - (time.monotonic() - self.job.started_s))
         self.timed_out = True
-        self.ending = self.ending or asyncio.get_running_loop().create_task(self._save_and_end("its time is over"))
+        self.end("its time is over")
 
     def _unsaved_step(self) -> int:
         """The step whose parameters are nowhere but here; 0 where there is none, or where others go on and save it."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from shoal import importing
 from shoal.config import Config, Device
 from shoal.config.data import Data
 from shoal.dashboard import steplog
@@ -75,7 +76,9 @@ def data(settings: Data) -> Iterator[str]:
         if importlib.util.find_spec("datasets") is None:
             yield "data.source = 'huggingface' needs the extra: pip install 'shoal[data]'"
         return
-    if settings.source == "python":
+    if settings.source == "dataset":
+        yield from _located(settings.factory, "data.factory")
+    if settings.source in ("python", "dataset"):
         return
     try:
         corpus = open_corpus(settings)
@@ -95,6 +98,13 @@ def data(settings: Data) -> Iterator[str]:
                 return
     except (ValueError, OSError) as error:
         yield describe(error)
+
+
+def _located(reference: str, setting: str) -> Iterator[str]:
+    try:
+        importing.locate(reference, setting)
+    except ValueError as error:
+        yield str(error)
 
 
 def _counted(corpus: Corpus) -> str:
@@ -119,7 +129,9 @@ def _no_text(file: Path, corpus: Corpus, settings: Data) -> str:
 
 
 def model(config: Config) -> Iterator[str]:
-    """Is model.path a directory with a configuration and whole weights?"""
+    """Is model.path a directory with a configuration and whole weights, or model.factory a module that peers can import?"""
+    if config.model.factory:
+        yield from _located(config.model.factory, "model.factory")
     if not config.model.path:
         return
     place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"

@@ -109,8 +109,8 @@ def labels(directory: Path) -> dict[str, Peer]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Peer]) if path.exists() else {}
 
 
-def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
-    """Write and print what the run adds up to, and draw its losses. False: it could not be written, which is said."""
+def conclude(directory: Path, summary: account.Summary, name: str) -> tuple[str, bool]:
+    """Write what the run adds up to, and draw its losses. Returns it in words, and whether it could be written."""
     try:
         replace(directory / "summary.json", account.encode(summary))
         if summary.losses:
@@ -118,12 +118,8 @@ def conclude(directory: Path, summary: account.Summary, name: str) -> bool:
         problem = ""
     except OSError as error:  # a full disk: the account is printed all the same
         problem = f"the account could not be written to {directory}: {error.strerror}"
-    if summary.losses:
-        print(plot.curve(summary.losses))
-    print(account.text(summary))
-    if problem:
-        print(problem)
-    return not problem
+    curve = plot.curve(summary.losses) if summary.losses else ""
+    return "\n".join(filter(None, [curve, account.text(summary), problem])), not problem
 
 
 def running(directory: Path) -> bool:
@@ -216,7 +212,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     yet, so that the same command goes on whenever the one before was killed. What had been committed since is undone. `others`: machines
     will join that hold what is missing here."""
     directory.mkdir(parents=True, exist_ok=True)
-    standing = surviving(_written(directory))
+    standing = surviving(commits(directory))
     before = _unloadable(directory)
     if before < float("inf"):
         print(f"--resume: no machine could load the checkpoint of step {before:.0f}; an older one is taken")
@@ -238,6 +234,7 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
         print(f"--resume: all {first} steps are trained; to go on, try run.steps={2 * first}")
         return resumed
     _set_trace_aside(directory, first)
+    _thin_earlier(directory, config.run.trace_bytes * config.run.peers)
     _begin_session(directory, base, kept)
     return resumed
 
@@ -278,7 +275,7 @@ def _summary_saved(directory: Path) -> int:
     return account.read(path).saved if path.exists() else 0
 
 
-def _written(directory: Path) -> list[CommittedStep]:
+def commits(directory: Path) -> list[CommittedStep]:
     """Every commit in commits.jsonl, in the order in which they were received."""
     path = directory / "commits.jsonl"
     steps: list[CommittedStep] = []
@@ -312,6 +309,17 @@ def _set_trace_aside(directory: Path, step: int) -> None:
         kept = _unused(directory, step, "")
         os.rename(directory / "traces", kept)
         print(escaped(f"the earlier session's traces are in {kept}, they could not be put together: {error}"))
+
+
+def _thin_earlier(directory: Path, most_bytes: int) -> None:
+    """A run that is resumed every day leaves many traces: the newest stay, as far as they take `most_bytes` together, the newest always."""
+    earlier = sorted(directory.glob("trace-before-*.jsonl*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total_bytes = 0
+    for number, path in enumerate(earlier):
+        total_bytes += path.stat().st_size
+        if number and total_bytes > most_bytes:
+            path.unlink()
+            print(f"{path} is removed: run.trace_bytes")
 
 
 def _unused(directory: Path, step: int, ending: str) -> Path:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.config.model import THEIRS, Model
-from shoal.model import boundary
+from shoal.model import boundary, sequential
 from shoal.model.cut import cut
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -41,8 +41,8 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 def hf_config(config: Config) -> PreTrainedConfig:
     """The Hugging Face configuration of the whole model: from the seed's settings, or of `model.path` with `model.extra`."""
-    fields, family = _read(config) if config.model.path else (_fields(config), config.model.family)
-    where = config.model.path or f"model.family = {family!r}"
+    fields, family = _given(config)
+    where = config.model.path or config.model.factory or f"model.family = {family!r}"
     config_class = _config_class(family)
     if not plan_of(family, config_class):
         text = f"{family}_text"
@@ -55,7 +55,7 @@ def hf_config(config: Config) -> PreTrainedConfig:
             raise ValueError(
                 f"model.extra.{name}: {family} has no such field" + (f"; did you mean {near[0]}?" if near else "")
             )
-    if not config.model.path:
+    if not config.model.path and not config.model.factory:
         if "qk_rope_head_dim" in field_names:
             fields.pop("head_dim")  # latent attention has several head sizes of its own
         fields = _as_named_by(field_names, family, fields)
@@ -113,6 +113,20 @@ def _as_named_by(field_names: set[str], family: str, fields: dict[str, Any]) -> 
         elif name in ours and value != getattr(default, ours[name]):
             raise ValueError(f"model.{ours[name]} = {value!r} has no effect: {family} has no such field; leave it out")
     return named
+
+
+def _given(config: Config) -> tuple[dict[str, Any], str]:
+    """Fields of the Hugging Face configuration, and the family."""
+    if config.model.path:
+        return _read(config)
+    if not config.model.factory:
+        return _fields(config), config.model.family
+    model = sequential.own_model(config).model
+    hf: PreTrainedConfig | None = getattr(model, "config", None)
+    if hf is None or type(model) is not model_class(hf):
+        wanted = "an nn.Sequential" if hf is None else f"a {model_class(hf).__name__}, transformers' own"
+        raise ValueError(f"model.factory = {config.model.factory!r} returns a {type(model).__name__}; return {wanted}")
+    return hf.to_dict(), hf.model_type
 
 
 def _fields(config: Config) -> dict[str, Any]:

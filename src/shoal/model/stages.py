@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config
-from shoal.model import adapters, balance, boundary, linear, vocabulary
+from shoal.model import adapters, balance, boundary, linear, sequential, vocabulary
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.weights import load, materialise
@@ -130,14 +130,24 @@ class HuggingFaceStage:
 
 def check(config: Config) -> None:
     """ValueError: `build` would refuse the model. No weights are read or allocated."""
-    if config.device.executor != "emulated":
+    if config.device.executor == "emulated":
+        return
+    own = sequential.own_sequential(config)
+    if own is None:
         _hollow(config)
+    else:
+        sequential.width(config, own)
+        sequential.hollow(own, config, 0)
 
 
-def build(config: Config, stage: int, *, source: str | None = None, device: str = "cpu") -> HuggingFaceStage:
+def build(
+    config: Config, stage: int, *, source: str | None = None, device: str = "cpu"
+) -> HuggingFaceStage | sequential.SequentialStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut. Frozen weights are those of `model.path`, in
     train.dtype."""
+    if (own := sequential.own_sequential(config)) is not None:
+        return sequential.own_stage(own, config, stage, source, device)
     model, parts = _hollow(config)
     first, last = _insert(model, parts, config, stage)
     _fill(model, config, source)
@@ -149,8 +159,10 @@ def build(config: Config, stage: int, *, source: str | None = None, device: str 
     return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
 
 
-def hollow(config: Config, stage: int) -> HuggingFaceStage:
+def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.SequentialStage:
     """`build` with parameters on the meta device, to compute what a stage needs."""
+    if (own := sequential.own_sequential(config)) is not None:
+        return sequential.hollow(own, config, stage)
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     first, last = _insert(model, parts, config, stage)

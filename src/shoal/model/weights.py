@@ -89,6 +89,22 @@ def load(model: PreTrainedModel, source: str) -> None:
         raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
 
 
+def load_plain(model: nn.Module, source: str | Path) -> None:
+    """Read the parameters of a module whose names are those of the checkpoint. ValueError: one is missing or of another shape."""
+    from safetensors import safe_open
+
+    shards = shard_of(str(source))
+    with torch.no_grad(), ExitStack() as stack:
+        files = {
+            shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
+            for shard in dict.fromkeys(shards.values())
+        }
+        for name, parameter in model.named_parameters():
+            if name not in shards:
+                raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of this model?")
+            _fill(parameter, files[shards[name]].get_tensor(name), f"{source}/{shards[name]}: {name}")
+
+
 def _fill(parameter: nn.Parameter, tensor: Tensor, where: str, resize: bool = False) -> None:
     rows = min(len(parameter), len(tensor))
     if resize and tensor.shape[1:] == parameter.shape[1:] and len(tensor) != len(parameter):

@@ -201,10 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenarios, seeds = suite(given.scenario), _seeds(given.seeds)
     except ValueError as error:
         parser.error(str(error))
-    if given.staleness:
-        scenarios = tuple(msgspec.structs.replace(one, staleness=int(given.staleness)) for one in scenarios)
+    plan = _planned(scenarios, seeds, int(given.staleness or -1))
     many = len(scenarios) > 1
-    plan = [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
     try:
         with _players(given.jobs) as pool:
             failed = _all(given, plan, many, pool)
@@ -212,6 +210,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("a process that played a seed was killed (out of memory?); try fewer --jobs", file=sys.stderr, flush=True)
         return 1
     return 1 if failed else 0
+
+
+def results(scenario: str, seeds: Sequence[int], staleness: int = -1) -> Iterator[SeedResult]:
+    """The result of each seed, played one after another. `staleness`: -1: as the seed draws it. ValueError: no such scenario."""
+    for one, chosen in _planned(suite(scenario), seeds, staleness):
+        for seed in chosen:
+            yield play(scenario, one, seed)
+
+
+def _planned(scenarios: Sequence[Scenario], seeds: Sequence[int], staleness: int) -> list[tuple[Scenario, list[int]]]:
+    """Which seeds of each scenario are played: of several, long ones take some of them."""
+    if staleness >= 0:
+        scenarios = [msgspec.structs.replace(one, staleness=staleness) for one in scenarios]
+    many = len(scenarios) > 1
+    return [(one, [seed for seed in seeds if not many or seed % one.one_of == 0]) for one in scenarios]
 
 
 def _all(

@@ -119,6 +119,8 @@ def travel(tree: config.Config) -> codec.Travel:
 def shape(tree: config.Config) -> Shape:
     """The model's shape: from the configuration, or from the config.json of the directory it is read from."""
     model = tree.model
+    if model.factory:
+        raise ValueError(f"model.factory = {model.factory!r}: its family's shape is not known here")
     fields: Mapping[str, Any] = {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.layers,

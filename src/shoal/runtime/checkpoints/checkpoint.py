@@ -315,12 +315,16 @@ class Store:
 
 def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
-    from shoal.model import adapters, boundary
+    from shoal.model import adapters, boundary, sequential
     from shoal.model.families import cuts, hf_config
     from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":
         return About(config, data, data_note, {"config.json": json.dumps({"model_type": "emulated"}).encode()})
+    tokenizer = {} if config.data.source == "dataset" else open_tokenizer(config.data.tokenizer).files()
+    if sequential.own_sequential(config) is not None:
+        fields = {"model_type": sequential.MODEL_TYPE, "factory": config.model.factory}
+        return About(config, data, data_note, {"config.json": json.dumps(fields).encode()} | tokenizer)
     hf = hf_config(config)
     told = hf.to_json_string(use_diff=False)
     blocks = cuts(config, hf.num_hidden_layers)
@@ -328,7 +332,7 @@ def about(config: Config, data: str, data_note: str) -> About:
     if config.tune.method != "full":  # transformers then looks for the frozen weights where they are, or says so
         lora: Any = adapters.settings(config.tune, str(Path(config.model.path).resolve()))  # not annotated by PEFT
         described["adapter_config.json"] = json.dumps(lora.to_dict(), indent=2, default=list).encode()
-    return About(config, data, data_note, described | open_tokenizer(config.data.tokenizer).files())
+    return About(config, data, data_note, described | tokenizer)
 
 
 def _holds(handle: Any, prefix: str, like: State) -> bool:

@@ -18,6 +18,14 @@ from shoal.runtime.checkpoints.storage import File
 FORMAT = 1
 MARKER = "training.json"
 SHARD_FILE = re.compile(r"(?:model-|optimizer/stage-)(\d{5})-of-\d{5}\.safetensors")
+# Settings that a run cannot change when it goes on from a checkpoint, beside all of [model]; every other one may change.
+FIXED = {
+    "train.batch": "the place in the data is counted in it",
+    "train.moments": "the optimizer's state has that form",
+    "train.local_steps": "the optimizer's state has that form",
+    "data.sequence": "samples are cut by it",
+    "run.seed": "the order of the samples is drawn from it",
+}
 SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
 
 
@@ -136,30 +144,39 @@ def refuse_foreign(training: Training, config: Config, data: str = "") -> None:
     """ValueError when a run of this configuration and data cannot go on from that checkpoint. `data`: digest of the samples; '' where
     nobody has opened them."""
     theirs = training.config
-    pairs: list[tuple[str, object, object]] = [
-        (f"model.{name}", getattr(theirs.model, name), getattr(config.model, name))
-        for name in config.model.__struct_fields__
-    ]
-    pairs += [
-        *([("run.stages", theirs.run.stages, config.run.stages)] if config.model.boundary != "none" else []),
-        ("train.batch", theirs.train.batch, config.train.batch),  # the cursor is counted in it
-        ("train.moments", theirs.train.moments, config.train.moments),
-        ("train.local_steps", theirs.train.local_steps, config.train.local_steps),
-        ("data.sequence", theirs.data.sequence, config.data.sequence),
-        ("run.seed", theirs.run.seed, config.run.seed),
-        *([("data (SHA-256 of the samples)", training.data[:16], data[:16])] if data else []),
-        *(
-            [("model (SHA-256 of its description)", training.model[:16], model_digest(config)[:16])]
-            if data and training.model
-            else []
-        ),
-    ]
-    for name, there, here in pairs:
+    why = {f"model.{name}": "the parameters are of that model" for name in config.model.__struct_fields__} | FIXED
+    if config.model.boundary != "none":
+        why["run.stages"] = "boundary layers stand at the cuts"
+    pairs = [(name, _setting(theirs, name), _setting(config, name), reason) for name, reason in why.items()]
+    if data:
+        pairs.append(
+            ("data (SHA-256 of the samples)", training.data[:16], data[:16], "samples would count twice, or never")
+        )
+    if data and training.model:
+        name = "model (SHA-256 of its description)"
+        pairs.append((name, training.model[:16], model_digest(config)[:16], "the parameters are of that model"))
+    for name, there, here, reason in pairs:
         if there != here:
             raise ValueError(
                 f"the checkpoint of step {training.step} of run {training.run!r} has {name} = {there!r}, this run has "
-                f"{here!r}; set it back, or start from its weights alone with model.path"
+                f"{here!r}: {reason}; set it back, or start from its weights alone with model.path"
             )
+
+
+def changes(training: Training, config: Config) -> list[str]:
+    """The settings in which a run differs from the checkpoint that it goes on from, each with both values."""
+    there, here = msgspec.to_builtins(training.config), msgspec.to_builtins(config)
+    return [
+        f"{section}.{name}: {value!r} -> {here[section][name]!r}"
+        for section, fields in there.items()
+        for name, value in fields.items()
+        if value != here[section][name]
+    ]
+
+
+def _setting(config: Config, path: str) -> object:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def _sealed(text: bytes) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shoal.config import Config, Data, Train, microbatches
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
+from shoal.runtime.data.mapped import MappedSamples
 from shoal.runtime.data.rows import Rows
 from shoal.runtime.data.sampling import MixedSamples, PackedSamples, Samples, StreamedSamples
 from shoal.runtime.data.tokenizer import Tokenizer, Tokens, open_tokenizer
@@ -53,6 +54,8 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
     """The run's data. With `cache`, tokens are kept in files there, mapped and shared by the peers of a machine.
 
     ValueError: unknown source, path or field missing, vocabulary too small, corpus shorter than one sequence."""
+    if config.data.source == "dataset":
+        return Dataset(MappedSamples(config), config.train)
     tokenizer = open_tokenizer(config.data.tokenizer)
     limit = vocabulary(config)
     if tokenizer.vocabulary > limit:
@@ -88,7 +91,12 @@ def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | 
 
 def vocabulary(config: Config) -> int:
     """Token ids of the run's model: below this."""
-    if not config.model.path:
+    if config.model.factory:
+        from shoal.model import sequential
+
+        if (own := sequential.own_sequential(config)) is not None:
+            return sequential.vocabulary(own)
+    elif not config.model.path:
         return config.model.vocab_size
     from shoal.model.families import hf_config
 

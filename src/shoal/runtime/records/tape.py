@@ -1,4 +1,4 @@
-"""A peer's trace on disk, bounded: segments, of which older ones are compressed and the oldest deleted first.
+"""A peer's trace on disk, bounded: compressed segments, of which the first stays, so that the beginning replays, and the newest.
 
 For the thread of runtime/records/record.py. It writes `p1.jsonl`; a full segment becomes `p1.000001.jsonl.gz`. Each starts with
 the peer's Header, which counts the lines before it, so that a reader knows what is missing (trace.py). Their total stays below
@@ -132,7 +132,9 @@ class Tape:
         full = self._path.with_name(f"{self._path.stem}.{self._number:06}.jsonl")
         os.rename(self._path, full)
         self._number += 1
-        while self._segments_bytes() > self._most_bytes - 2 * self._segment_bytes and self._drop_oldest(but=full):
+        while self._segments_bytes() > self._most_bytes - 2 * self._segment_bytes and self._drop_oldest(
+            but=full, keep_first=True
+        ):
             pass
         self._start_segment()
         self._compressor = threading.Thread(target=_compress, args=(full,), name="trace", daemon=True)
@@ -145,8 +147,10 @@ class Tape:
     def _segments_bytes(self) -> int:
         return sum(_size_bytes(path) for path in self._full_segments())
 
-    def _drop_oldest(self, but: Path | None = None) -> bool:
-        for path in self._full_segments():
+    def _drop_oldest(self, but: Path | None = None, keep_first: bool = False) -> bool:
+        """Delete the oldest segment but the first, which goes last: only from it can anything be replayed."""
+        full = self._full_segments()
+        for path in [*full[1:], *([] if keep_first else full[:1])]:
             if path != but:
                 with contextlib.suppress(OSError):
                     path.unlink()

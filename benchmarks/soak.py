@@ -1,0 +1,142 @@
+"""A long run with churn: are memory, descriptors, threads and disk as large at its end as near its beginning?
+
+    python benchmarks/soak.py                        5,000 steps of six emulated peers, one killed every 20 s
+    python benchmarks/soak.py steps=500 minutes=5    fewer, or as many as fit into that time
+
+`shoal run` itself, with emulated compute (a step takes milliseconds) and traces of 1 MiB a peer, so that everything that rotates does so
+many times. Every 5 s the launcher and its peers are measured from /proc. Printed: medians of the first and the last quarter of the samples
+after the first tenth, since peers need a while to have all they ever have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SETTINGS = {
+    "run.name": "soak",
+    "run.peers": 6,
+    "run.stages": 3,
+    "run.trace_bytes": 1 << 20,
+    "train.batch": 8,
+    "train.microbatch": 1,
+    "device.executor": "emulated",
+    "device.emulated_s": 0.001,
+    "device.emulated_values": 256,
+    "network.host": "127.0.0.1",
+    "network.discovery": "gossip",
+    "checkpoint.every": 250,
+    "checkpoint.keep": 2,
+}
+SAMPLE_S = 5.0
+KILL_EVERY_S = 20.0
+
+
+def main() -> int:
+    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    steps, minutes = int(given.get("steps", 5000)), float(given.get("minutes", 120))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+        empty = Path(folder) / "soak.toml"
+        empty.touch()
+        command = [
+            sys.executable,
+            "-m",
+            "shoal.cli.main",
+            "run",
+            str(empty),
+            *settings,
+            f"run.steps={steps}",
+            f"run.dir={folder}",
+        ]
+        command += ["--kill-every", str(KILL_EVERY_S), "--time", f"{minutes} min"]
+        log = Path(folder) / "out.txt"
+        with open(log, "wb") as out:
+            run = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+            samples = []
+            while run.poll() is None:
+                time.sleep(SAMPLE_S)
+                if (sample := measured(run.pid, Path(folder) / "soak")) is not None:
+                    samples.append(sample)
+                    if len(samples) % 12 == 0:
+                        print(json.dumps(sample), file=sys.stderr, flush=True)
+        summary = json.loads((Path(folder) / "soak/summary.json").read_text())
+        print(log.read_text()[-1500:], file=sys.stderr)
+    report(samples, summary)
+    return 0 if summary["balanced"] or summary["early"] else 1
+
+
+def measured(launcher: int, directory: Path) -> dict[str, float] | None:
+    """The launcher, the largest of its peers, and the disk; None before training has begun."""
+    try:
+        step = json.loads((directory / "status.json").read_text())["step"]
+        own = process(launcher)
+        peers = [process(child) for child in children(launcher)]
+    except (OSError, ValueError, KeyError):  # a process has just ended, or a file is not there yet
+        return None
+    if not step or not peers:
+        return None
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    sizes = {path: size(path) for path in files}
+    kinds = {
+        "launcher": own,
+        "peer": {name: statistics.median(peer[name] for peer in peers) for name in own},
+        "disk": {
+            "traces_MB": sum(nbytes for path, nbytes in sizes.items() if "traces" in path.parts) / 1e6,
+            "commits_MB": size(directory / "commits.jsonl") / 1e6,
+            "rest_MB": sum(
+                nbytes for path, nbytes in sizes.items() if "traces" not in path.parts and path.name != "commits.jsonl"
+            )
+            / 1e6,
+            "files": len(files),
+        },
+    }
+    return {"step": step} | {
+        f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()
+    }
+
+
+def process(number: int) -> dict[str, float]:
+    place = Path(f"/proc/{number}")
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+    return {
+        "memory_MB": int(status["VmRSS"].split()[0]) / 1e3,
+        "descriptors": len(os.listdir(place / "fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def children(number: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+
+
+def size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # rotated away meanwhile
+        return 0
+
+
+def report(samples: list[dict[str, float]], summary: dict[str, object]) -> None:
+    later = samples[len(samples) // 10 :]
+    quarter = max(1, len(later) // 4)
+    names = list(later[0]) if later else []
+    for name in names:
+        first, last = (
+            statistics.median(sample[name] for sample in part) for part in (later[:quarter], later[-quarter:])
+        )
+        print(f"{name:22} {first:12,.1f} {last:12,.1f} {(last / first if first else 0.0):8.2f}x")
+    print(
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s, {summary['killed']} killed, {summary['joined']} joined,"
+        f" lost {summary['lost']}, counted twice {summary['counted_twice']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

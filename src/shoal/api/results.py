@@ -1,0 +1,162 @@
+"""`shoal.Run`, a run's directory as objects: its steps, its account, its checkpoints; and `shoal.Checkpoint`, whose model it gives."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.config import Config
+from shoal.dashboard import account
+from shoal.dashboard.account import Summary
+from shoal.launcher import rundir
+from shoal.runtime.checkpoints.catalog import Catalog, url_of
+from shoal.runtime.checkpoints.marker import MARKER, Training, decoded
+from shoal.runtime.records.account import CommittedStep, surviving
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import nn
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The metrics of one committed step."""
+
+    step: int  # steps committed, this one included: 1 is the first
+    loss: float | None  # mean over the step's microbatches; None: the step was skipped, since a result was not finite
+    gradient_norm: float  # Euclidean norm of the whole model's averaged gradient, before it is clipped
+    tokens: int  # trained on by the run so far, this step included
+    elapsed_s: float  # since the first commit, on the launcher's clock; a pause before a resumption counts, too
+    redone: int  # (microbatch, stage) results computed again so far, because a peer was lost
+    saved: int  # the newest checkpoint's step at this commit; 0: none
+    recovered: int  # times the run had gone back to a checkpoint
+
+
+class Run:
+    """A run by its directory, finished or not: everything is read from its files when it is asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """ValueError: no run is there."""
+        self.directory = Path(directory)
+        if not (self.directory / "config.toml").is_file():
+            raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart")
+
+    def __repr__(self) -> str:
+        summary = self.summary
+        state = f"{summary.steps} steps, loss {summary.final_loss}" if summary is not None else "not finished"
+        return f"Run({str(self.directory)!r}: {state})"
+
+    @cached_property
+    def config(self) -> Config:
+        return configuration.load(self.directory / "config.toml")
+
+    @property
+    def summary(self) -> Summary | None:
+        """The account of every sample; None while the run lasts, or when its launcher was killed."""
+        path = self.directory / "summary.json"
+        return account.read(path) if path.exists() else None
+
+    @property
+    def steps(self) -> list[Step]:
+        """The metrics of every committed step, in order. A step that was undone by going back to a checkpoint is not in it."""
+        committed = surviving(rundir.commits(self.directory))
+        return [step_of(each, self.config, committed[0].heard_s) for each in committed]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the steps that were not skipped."""
+        return [step.loss for step in self.steps if step.loss is not None]
+
+    def frame(self) -> pandas.DataFrame:
+        """The steps as a DataFrame with a column for each field of `Step`, indexed by `step`. ImportError: pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "Run.frame needs pandas: pip install 'shoal[notebook]'; Run.steps works without"
+            ) from error
+        frame = pandas.DataFrame([msgspec.structs.asdict(step) for step in self.steps], columns=Step.__struct_fields__)
+        return frame.set_index("step")
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The whole checkpoints in local storage, oldest first. Sizes are compared; contents are not read."""
+        catalog = Catalog(url_of(self.config))
+        if not catalog.storage.local:
+            return []
+        whole = [entry for entry in catalog.entries() if not entry.wrong and not entry.elsewhere]
+        return [Checkpoint(entry.path) for entry in reversed(whole)]
+
+
+class Checkpoint:
+    """A checkpoint directory: a model directory with Shoal's training.json."""
+
+    def __init__(self, path: str | Path) -> None:
+        """ValueError: it is no checkpoint of Shoal."""
+        self.path = Path(path)
+        if not (self.path / MARKER).is_file():
+            raise ValueError(
+                f"{path}: no checkpoint (it has no {MARKER}); name a directory such as runs/NAME/checkpoints/step-80"
+            )
+        self.training: Training = decoded((self.path / MARKER).read_bytes())
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    @property
+    def step(self) -> int:
+        """Steps trained."""
+        return self.training.step
+
+    @property
+    def samples(self) -> int:
+        """Samples trained on, each once."""
+        return self.training.samples
+
+    @property
+    def config(self) -> Config:
+        """Of the run that wrote it."""
+        return self.training.config
+
+    def model(self) -> nn.Module:
+        """The whole model with these weights, on the CPU in fp32: an `nn.Sequential` of one's own, or the Hugging Face model.
+        ValueError: a tensor is missing, or model.factory cannot be imported here."""
+        from shoal.model import sequential, weights
+
+        own = sequential.own_sequential(self.config)
+        if own is None:
+            return _hugging_face(self.path)
+        model = own.model.to_empty(device="cpu").eval()
+        weights.load_plain(model, self.path)
+        return model
+
+
+def _hugging_face(path: Path) -> nn.Module:
+    import transformers
+
+    from shoal.model import boundary, whole
+
+    if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
+        return whole.load(path)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path)
+    return model
+
+
+def step_of(committed: CommittedStep, config: Config, first_s: float) -> Step:
+    """`first_s`: when the first commit was received."""
+    commit, train = committed.commit, config.train
+    done = commit.step + 1
+    return Step(
+        step=done,
+        loss=None if commit.skipped else commit.loss,
+        gradient_norm=commit.norm,
+        tokens=done * train.batch * train.local_steps * config.data.sequence,
+        elapsed_s=committed.heard_s - first_s,
+        redone=committed.account.redone,
+        saved=committed.saved,
+        recovered=committed.recovered,
+    )
