@@ -5,10 +5,11 @@
 Both train configs/quickstart.toml: three stages of two replicas. The other one is what PyTorch offers where nothing fails: Schedule1F1B
 over gloo, all activations kept, plain TCP without encryption, one all-reduce of the gradient between the two replicas of a stage and one
 of the norm, fused AdamW; its processes know each other from the start, and the first that dies ends the run. Shoal handles faults, encrypts
-and keeps its account. Each multiplies as it does by default: on processors that are not Intel's, Shoal asks oneDNN (model/linear.py) and
-torch MKL. Rounds alternate, since what else the machine does changes what either reaches. Value: the median over the rounds of Shoal's
-tokens per second over the other's in the same round; start-up and the first two steps of each are not counted. The seconds of
-processor time that a step takes depend less on what else the machine does, and are in the record too.
+and keeps its account. Each multiplies as it does by default: on processors that are not Intel's, Shoal asks oneDNN
+(model/layers/linear.py) and torch MKL.
+Rounds alternate, since what else the machine does changes what either reaches. Value: the median over the rounds of Shoal's tokens per
+second over the other's in the same round; start-up and the first two steps of each are not counted. The seconds of processor time that a
+step takes depend less on what else the machine does, and are in the record too.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ from overhead import LAB, environment
 from report import at_least, at_most, parse, report
 from shoal import trace
 from shoal.core.messages import Do, Gather, Round, Send
-from shoal.launcher import process, rundir
+from shoal.launcher import process
 from shoal.launcher.chaos.injection_points import TraceTail
+from shoal.launcher.files import rundir
 
 RUN = Path("runs/rounds")
 DELAY_MS = 50

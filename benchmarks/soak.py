@@ -1,15 +1,17 @@
 """A long run with churn: are memory, descriptors, threads and disk as large at its end as near its beginning?
 
-    python benchmarks/soak.py                        5,000 steps of six emulated peers, one killed every 20 s
-    python benchmarks/soak.py steps=500 minutes=5    fewer, or as many as fit into that time
+    python benchmarks/soak.py                              5,000 steps of six emulated peers, one killed every 20 s
+    python benchmarks/soak.py --steps 500 --minutes 5      fewer, or as many as fit into that time
 
 `shoal run` itself, with emulated compute (a step takes milliseconds) and traces of 1 MiB a peer, so that everything that rotates does so
 many times. Every 5 s the launcher and its peers are measured from /proc. Printed: medians of the first and the last quarter of the samples
-after the first tenth, since peers need a while to have all they ever have.
+after the first tenth, since peers need a while to have all they ever have. The value is the largest growth of any of them but the file of
+commits, which has a line for every step.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from report import Target, parse, report
 
 SETTINGS = {
     "run.name": "soak",
@@ -39,8 +43,11 @@ KILL_EVERY_S = 20.0
 
 
 def main() -> int:
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    steps, minutes = int(given.get("steps", 5000)), float(given.get("minutes", 120))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--minutes", type=float, default=120)
+    given = parse(parser)
+    steps, minutes = given.steps, given.minutes
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"{name}={value}" for name, value in SETTINGS.items()]
         empty = Path(folder) / "soak.toml"
@@ -68,7 +75,16 @@ def main() -> int:
                         print(json.dumps(sample), file=sys.stderr, flush=True)
         summary = json.loads((Path(folder) / "soak/summary.json").read_text())
         print(log.read_text()[-1500:], file=sys.stderr)
-    report(samples, summary)
+    growth = growths(samples)
+    print(
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s, {summary['killed']} killed, {summary['joined']} joined,"
+        f" lost {summary['lost']}, counted twice {summary['counted_twice']}"
+    )
+    value = max((ratio for name, ratio in growth.items() if name != "disk commits_MB"), default=0.0)
+    setting = {"steps": summary["steps"], "killed": summary["killed"], "growth": growth}
+    report(
+        "soak", value, "times as large at the end as near the beginning", Target(1.1, "lower"), setting, given.record
+    )
     return 0 if summary["balanced"] or summary["early"] else 1
 
 
@@ -123,19 +139,20 @@ def size(path: Path) -> int:
         return 0
 
 
-def report(samples: list[dict[str, float]], summary: dict[str, object]) -> None:
+def growths(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure: the last quarter's median over the first's."""
     later = samples[len(samples) // 10 :]
     quarter = max(1, len(later) // 4)
-    names = list(later[0]) if later else []
-    for name in names:
+    growth = {}
+    for name in later[0] if later else ():
+        if name == "step":
+            continue
         first, last = (
             statistics.median(sample[name] for sample in part) for part in (later[:quarter], later[-quarter:])
         )
-        print(f"{name:22} {first:12,.1f} {last:12,.1f} {(last / first if first else 0.0):8.2f}x")
-    print(
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s, {summary['killed']} killed, {summary['joined']} joined,"
-        f" lost {summary['lost']}, counted twice {summary['counted_twice']}"
-    )
+        growth[name] = round(last / first if first else 0.0, 3)
+        print(f"{name:22} {first:12,.1f} {last:12,.1f} {growth[name]:8.2f}x")
+    return growth
 
 
 if __name__ == "__main__":

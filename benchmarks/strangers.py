@@ -35,7 +35,7 @@ from shoal import config as configuration
 from shoal.build import operator
 from shoal.core import messages as m
 from shoal.executor.answers import known_answers
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.runtime.node import Node
 from shoal.sim.faults import edges
 from shoal.sim.faults.strangers import coups

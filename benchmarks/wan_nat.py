@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from report import Target, parse, report
 from wan.lab import KINDS, GateRule, Lab, PathRule, Topology, missing
 
 CALLER = Path(__file__).with_name("wan") / "caller.py"
@@ -67,12 +68,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--kind", action="append", choices=KINDS)
-    asked = parser.parse_args()
+    asked = parse(parser)
     if lacking := missing():
         print(f"skipped: {lacking}")
         return
-    for row in measure(asked.kind or list(KINDS), asked.seconds):
+    kinds = asked.kind or list(KINDS)
+    rows = measure(kinds, asked.seconds)
+    for row in rows:
         print(json.dumps(row))
+    hosts = 1 + 2 * len(kinds)
+    directions = hosts * (hosts - 1)
+    setting = {"directions": directions, "slowest_s": max((row["s"] for row in rows), default=None)}
+    report(
+        "wan_nat",
+        len(rows),
+        f"directions of {directions} that meet",
+        Target(directions, "higher"),
+        setting,
+        asked.record,
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from shoal import config as configuration
 from shoal.config import Config, microbatches
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.dashboard.steplog import StepLog
-from shoal.launcher import rundir
-from shoal.launcher.run_directory import RunDirectory
+from shoal.launcher.files import rundir
+from shoal.launcher.files.run_directory import RunDirectory
 from shoal.launcher.watching.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, AnyLine, Listening, Located, Notice, PeerProgress, replace
 from shoal.traffic import StoredBytes, Traffic

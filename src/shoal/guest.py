@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from shoal.config import Config, from_tree, overridden, to_tree
-from shoal.config.model import THEIRS
+from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.host import free_bytes
 from shoal.planner.inputs.profile import LOGITS
@@ -140,7 +140,9 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
         _set_field(tree, field, place)
         if field == "data.path" and files is not None:
             _set_field(tree, "data.root", str(files.resolve()))
-    if not reads:  # names stay as in the invite, for display: config/data.py refuses a text source without a path
+    if (
+        not reads
+    ):  # names stay as in the invite, for display: config/sections/data.py refuses a text source without a path
         return config
     if source != "python" and not config.data.digest:
         raise ValueError(

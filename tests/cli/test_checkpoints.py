@@ -13,7 +13,7 @@ from tests.cli.test_train import SMALL, summary, text, trained
 from shoal.config import Config, Run
 from shoal.core.messages import Committed
 from shoal.exit_codes import ExitCode
-from shoal.launcher import checkpoints, rundir
+from shoal.launcher.files import checkpoints, rundir
 from shoal.runtime.checkpoints.catalog import Catalog
 from shoal.runtime.records.account import CommittedStep
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launcher import launch, rundir
+from shoal.launcher import launch
+from shoal.launcher.files import rundir
 from shoal.launcher.launch import PeerProcess
 
 TALKER = """

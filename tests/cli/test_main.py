@@ -17,7 +17,7 @@ from shoal.cli import main as program
 from shoal.config.describe import keys
 from shoal.dashboard.terminal import Snapshot
 from shoal.exit_codes import ExitCode
-from shoal.launcher.saved import checkpoint
+from shoal.launcher.files.saved import checkpoint
 from shoal.transport.identity.invite import Authority
 
 

@@ -32,7 +32,7 @@ from tests.tiny import DATA, tiny
 from shoal import guest
 from shoal.cli import main as program
 from shoal.exit_codes import ExitCode
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.runtime.checkpoints.catalog import Catalog
 from shoal.runtime.records.account import CommittedStep
 from shoal.transport.identity.invite import Authority

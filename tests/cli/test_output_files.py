@@ -12,8 +12,8 @@ import pytest
 from shoal.core.messages import Committed
 from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
-from shoal.launcher.output_files import OutputFiles
-from shoal.launcher.run_directory import STATUS_BPS, StatusFile
+from shoal.launcher.files.output_files import OutputFiles
+from shoal.launcher.files.run_directory import STATUS_BPS, StatusFile
 from shoal.runtime.records.account import CommittedStep
 from shoal.traffic import Traffic
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from shoal.dashboard.terminal import PeerLine, Snapshot
-from shoal.launcher.output_files import OutputFiles
-from shoal.launcher.run_directory import STATUS_BPS, WATCHED_S, StatusFile
+from shoal.launcher.files.output_files import OutputFiles
+from shoal.launcher.files.run_directory import STATUS_BPS, WATCHED_S, StatusFile
 from shoal.launcher.watching.presence import SHOWN_S, SILENT_S, Presence
 from shoal.runtime.records.report import PeerProgress
 

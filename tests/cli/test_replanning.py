@@ -11,7 +11,7 @@ import pytest
 from shoal.cli import main as program
 from shoal.dashboard.terminal import Snapshot
 from shoal.exit_codes import ExitCode
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.launcher.planning import replanning
 from shoal.launcher.process import identify
 from shoal.planner.strategy import plan as plans

@@ -13,8 +13,8 @@ from shoal.cli import main as program
 from shoal.config import Config
 from shoal.exit_codes import ExitCode
 from shoal.launcher.chaos.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
+from shoal.launcher.files.rundir import LocalPeer, MemberSeat, PeersFile
 from shoal.launcher.process import Process
-from shoal.launcher.rundir import LocalPeer, MemberSeat, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.sim.faults.preemption import read as read_trace
 

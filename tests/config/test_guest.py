@@ -63,9 +63,9 @@ def test_what_was_not_allowed_is_refused_with_the_way_to_allow_it(sections: dict
 
 def test_the_size_of_emulated_tensors_is_the_runs() -> None:
     config = overridden(to_tree(Config()), [*EMULATED, "device.emulated_values=64"])
-    told = guest.invite_settings(from_tree(config), config, to_tree(Config()))
-    assert told == {"device": {"emulated_values": 64}}
-    text = invite_tree(**told)
+    tree = guest.invite_settings(from_tree(config), config, to_tree(Config()))
+    assert tree == {"device": {"emulated_values": 64}}
+    text = invite_tree(**tree)
     assert guest.visitor(text, []).device.executor == "emulated"
     assert guest.joined(text, []).device.emulated_values == 64
     with pytest.raises(ValueError, match=r"device\.emulated_values is the same for all peers of a run"):

@@ -18,7 +18,7 @@ import pytest
 from tests import reference
 from tests.e2e.test_run import NO_MODEL, Start, assert_balanced, end, start, summary, wait_for
 
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.runtime.records.account import CommittedStep, surviving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

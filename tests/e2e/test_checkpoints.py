@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, steps_done, summary, wait_for
 
-from shoal.launcher.rundir import locals_of
+from shoal.launcher.files.rundir import locals_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.test_run import CONFIG, LONG_S, NO_MODEL, SOURCE, summary, wait_for
 
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

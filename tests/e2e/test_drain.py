@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.test_run import LONG_S, NO_MODEL, Start, alive, children, end, start, summary, wait_for
 
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

@@ -25,8 +25,8 @@ from tests.e2e.test_run import LONG_S, SOURCE, wait_for
 from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Done
-from shoal.launcher import rundir
 from shoal.launcher.chaos.injection_points import INJECTION_POINTS
+from shoal.launcher.files import rundir
 from shoal.runtime.data.dataset import open_dataset
 from shoal.runtime.records.account import CommittedStep, surviving
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.test_run import LONG_S, NO_MODEL, Start, end, start, wait_for
 
 from shoal.core.names import invite_of
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.transport.identity.invite import read_invite
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

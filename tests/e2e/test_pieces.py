@@ -23,7 +23,7 @@ from tests.e2e.test_run import SOURCE, wait_for
 from shoal import config as configuration
 from shoal import trace
 from shoal.core.messages import Do, Export, Gather
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.runtime.data.dataset import open_dataset
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ import pytest
 from tests import reference
 from tests.e2e.test_run import Start, alive, assert_balanced, children, end, start, steps_done, summary, wait_for
 
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture

@@ -24,7 +24,7 @@ from torch.backends import cpu
 
 from shoal import trace
 from shoal.core.messages import Do, Import
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor import create
 from shoal.executor.delayed import Delayed
-from shoal.model import balance, stages, vocabulary
+from shoal.model import stages
 from shoal.model.cut import counted, inputs
+from shoal.model.layers import balance, vocabulary
 
 TOKENS = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(3))
 SOME = torch.where(torch.arange(13) % 3 == 0, TOKENS, ~TOKENS)

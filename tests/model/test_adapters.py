@@ -15,7 +15,7 @@ from shoal.cli import export
 from shoal.config import Config, Model, Tune
 from shoal.core.messages import Import
 from shoal.executor import create, fit
-from shoal.launcher import saved
+from shoal.launcher.files import saved
 from shoal.model import analysis, stages
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.tasks.seat import Copy, Download, _note, _whole

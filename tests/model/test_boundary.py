@@ -14,8 +14,9 @@ from tests.model.test_stages import a_config, some_tokens
 from shoal import config as configuration
 from shoal.executor.base import boundary as boundary_of
 from shoal.executor.resident import Resident
-from shoal.model import boundary, stages, whole
+from shoal.model import stages, whole
 from shoal.model.cut import inputs, next_token_loss, targets
+from shoal.model.layers import boundary
 
 KINDS = ("bottleneck-2x", "bottleneck-4x", "maxout-2x", "maxout-4x")
 

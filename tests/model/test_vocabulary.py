@@ -13,8 +13,9 @@ from tests.model.test_stages import a_config
 from shoal.executor.resident import Resident
 from shoal.executor.swap.memory import MemoryMeter
 from shoal.executor.swap.swapping import Swapping
-from shoal.model import stages, vocabulary
+from shoal.model import stages
 from shoal.model.cut import inputs
+from shoal.model.layers import vocabulary
 from shoal.model.stages import HuggingFaceStage
 
 WITHIN = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of a gradient's norm: measured 9e-7 and 1.2e-2

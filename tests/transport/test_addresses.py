@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shoal.core.messages import Peer
@@ -9,6 +11,7 @@ from shoal.runtime.entry import Entry
 from shoal.transport import addresses
 from shoal.transport.directory.records import PeerRecord
 from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.tls import Tls
 
 
@@ -44,7 +47,9 @@ def test_hosts_are_read_from_both_kinds_of_bootstrap_addresses() -> None:
 
 
 def test_every_host_of_a_peer_is_tried_once_and_the_one_that_answers_is_kept() -> None:
-    tls, peer = Tls(Identity.new(), "127.0.0.1", 0), Identity.new().name
+    identity, peer = Identity.new(), Identity.new().name
+    invite = read_invite(Authority.new().invite((), time.time() + 3600), time.time())
+    tls = Tls(identity, "127.0.0.1", 0, invite.membership(identity))
     place = ("192.0.2.1", 7, "192.0.2.2", "192.0.2.3")
     tls.learn(peer, place)
     assert tls.failed(peer, ("192.0.2.1", 7), "no answer") and tls.route(peer) == ("192.0.2.2", 7)

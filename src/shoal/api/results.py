@@ -13,7 +13,7 @@ from shoal import config as configuration
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.marker import MARKER, Training, decoded
 from shoal.runtime.records.account import CommittedStep, surviving
@@ -138,7 +138,8 @@ class Checkpoint:
 def _hugging_face(path: Path) -> nn.Module:
     import transformers
 
-    from shoal.model import boundary, whole
+    from shoal.model import whole
+    from shoal.model.layers import boundary
 
     if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
         return whole.load(path)

@@ -20,8 +20,8 @@ from shoal import importing
 from shoal.api.results import Run, Step, step_of
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
-from shoal.launcher import session
 from shoal.exit_codes import ExitCode
+from shoal.launcher import session
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.session import Outcome, RunOptions, RunRequest, Source
 from shoal.runtime.records.account import CommittedStep

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.launcher import saved
+from shoal.launcher.files import saved
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -46,8 +46,8 @@ def write_adapter(source: Path, config: Config, target: Path) -> None:
     """See model/adapters.write. ValueError: a shard of the checkpoint is not here."""
     from safetensors import safe_open
 
-    from shoal.model import adapters
     from shoal.model.families import hf_config
+    from shoal.model.layers import adapters
     from shoal.model.stages import on_meta
     from shoal.model.weights import shard_of
 

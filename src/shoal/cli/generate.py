@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.escaping import escaped_lines
-from shoal.launcher import saved
+from shoal.launcher.files import saved
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,8 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import transformers
 
     import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import boundary, sequential, stages, whole
+    from shoal.model import sequential, stages, whole
+    from shoal.model.layers import boundary
 
     kind = json.loads((path / "config.json").read_text()).get("model_type")
     if kind == sequential.MODEL_TYPE:

@@ -16,7 +16,8 @@ from shoal import guest, units
 from shoal.config import Config
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
-from shoal.launcher import reach, rundir
+from shoal.launcher import reach
+from shoal.launcher.files import rundir
 from shoal.launcher.invites import Issued, Office, distribute
 from shoal.transport.identity.invite import PEERS, Authority
 from shoal.transport.identity.passes import MAX_PEERS, date

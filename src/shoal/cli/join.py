@@ -40,7 +40,8 @@ def main(args: argparse.Namespace) -> int:
     text, settings = invite_text(args.words), without_invite(args.words)
 
     from shoal import guest
-    from shoal.launcher import checkpoints, preflight, reach, rundir
+    from shoal.launcher import preflight, reach
+    from shoal.launcher.files import checkpoints, rundir
     from shoal.launcher.launcher import Launcher
     from shoal.launcher.session import RunRequest
     from shoal.transport.identity.invite import read_invite

@@ -21,7 +21,8 @@ from shoal.core.consensus.override import Refusal, decide
 from shoal.core.messages import Override, Peer, Standing, StandingRequest, View
 from shoal.escaping import escaped
 from shoal.exit_codes import ExitCode
-from shoal.launcher import checkpoints, process, rundir
+from shoal.launcher import process
+from shoal.launcher.files import checkpoints, rundir
 from shoal.launcher.invites import Office
 from shoal.runtime.records.report import replace
 from shoal.transport.base import Incoming

@@ -16,7 +16,7 @@ from shoal import config as configuration
 from shoal.cli.invite import Founded, add_via, hand_over, here, table
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of, key_of
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.launcher.invites import InviteBook, invite_named
 from shoal.transport.identity.identity import KEY_ID_CHARS, key_id_of
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from shoal import units
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher import checkpoints, session
+from shoal.launcher import session
+from shoal.launcher.files import checkpoints
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.session import RunOptions
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shoal.dashboard import account
 from shoal.dashboard.terminal import render, rows
-from shoal.launcher.watching.reader import directory_of, standing
+from shoal.launcher.files.standing import directory_of, standing
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

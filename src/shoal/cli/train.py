@@ -30,8 +30,9 @@ from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_json
 from shoal.exit_codes import ExitCode
-from shoal.launcher import checkpoints, devices, preflight, rundir
-from shoal.launcher.output_files import OutputFiles
+from shoal.launcher import devices, preflight
+from shoal.launcher.files import checkpoints, rundir
+from shoal.launcher.files.output_files import OutputFiles
 from shoal.launcher.watching.watch import Resumed, RunMonitor
 from shoal.runtime.records.report import Agreed, replace
 

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.launcher.files.standing import directory_of
 from shoal.launcher.watching import page
-from shoal.launcher.watching.reader import RunReader, directory_of
+from shoal.launcher.watching.reader import RunReader
 
 if TYPE_CHECKING:
     import uvicorn

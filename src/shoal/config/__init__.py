@@ -5,19 +5,19 @@ concern it; tree.py composes them, reading.py reads and refuses, printing.py pri
 follows from several. Why they do not stand in their owners' packages: docs/design/2026-11-22-settings.md.
 """
 
-from shoal.config.checkpoint import Checkpoint
-from shoal.config.data import Data
 from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices, tokens_per_step
-from shoal.config.device import Device
-from shoal.config.model import Model
-from shoal.config.network import Network
-from shoal.config.plan import Plan
 from shoal.config.printing import quoted, text
 from shoal.config.reading import from_tree, load, overridden, validate
-from shoal.config.run import Run
-from shoal.config.train import Train, microbatches
+from shoal.config.sections.checkpoint import Checkpoint
+from shoal.config.sections.data import Data
+from shoal.config.sections.device import Device
+from shoal.config.sections.model import Model
+from shoal.config.sections.network import Network
+from shoal.config.sections.plan import Plan
+from shoal.config.sections.run import Run
+from shoal.config.sections.train import Train, microbatches
+from shoal.config.sections.tune import Tune
 from shoal.config.tree import Config, to_tree
-from shoal.config.tune import Tune
 
 __all__ = [
     "ROUND_COPIES",

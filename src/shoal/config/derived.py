@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from shoal.config import device, train
-from shoal.config.train import microbatches
+from shoal.config.sections import device, train
+from shoal.config.sections.train import microbatches
 from shoal.config.tree import Config
 from shoal.core.messages import Settings
 

@@ -21,7 +21,7 @@ from msgspec import inspect
 from shoal import units
 from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
-from shoal.config.train import FLOAT16, NO_FLOAT16
+from shoal.config.sections.train import FLOAT16, NO_FLOAT16
 from shoal.config.tree import Config, problems, to_tree
 from shoal.escaping import Faults
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import checkpoint, data, device, model, network, run, train, tune
-from shoal.config.checkpoint import Checkpoint
-from shoal.config.data import Data
-from shoal.config.device import Device
-from shoal.config.model import Model
-from shoal.config.network import Network
-from shoal.config.plan import Plan
-from shoal.config.run import Run
 from shoal.config.section import Section
-from shoal.config.train import Train
-from shoal.config.tune import Tune
+from shoal.config.sections import checkpoint, data, device, model, network, run, train, tune
+from shoal.config.sections.checkpoint import Checkpoint
+from shoal.config.sections.data import Data
+from shoal.config.sections.device import Device
+from shoal.config.sections.model import Model
+from shoal.config.sections.network import Network
+from shoal.config.sections.plan import Plan
+from shoal.config.sections.run import Run
+from shoal.config.sections.train import Train
+from shoal.config.sections.tune import Tune
 
 
 class Config(Section, frozen=True):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.model import sequential
-from shoal.model.boundary import MODEL_TYPE, parse
 from shoal.model.families import hf_config
+from shoal.model.layers.boundary import MODEL_TYPE, parse
 from shoal.numerics import pieces
 
 MIXED_BYTES = 1 << 16  # of a tensor whose digest is worth a compiled loop

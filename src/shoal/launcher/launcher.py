@@ -27,18 +27,18 @@ from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Terminal
 from shoal.escaping import escaped_lines
 from shoal.exit_codes import ExitCode
-from shoal.launcher import reach, rundir
+from shoal.launcher import reach
+from shoal.launcher.files import rundir
+from shoal.launcher.files.run_directory import RunDirectory
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.process import identify
-from shoal.launcher.run_directory import RunDirectory
 from shoal.launcher.session import Outcome, RunRequest
 from shoal.launcher.watching import page
 from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
-from shoal.runtime.records.account import CommittedStep
 from shoal.runtime.records.report import AnyLine, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal import importing
 from shoal.config import Config, Device
-from shoal.config.data import Data
+from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
 from shoal.launcher import devices

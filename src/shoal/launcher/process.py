@@ -1,6 +1,6 @@
 """Which process is meant, beyond its number: numbers are used again, so a process is its number and the moment it began.
 
-For `shoal run`, which writes down its peers' (launcher/rundir.py), and `shoal chaos`, which signals them from another process and must
+For `shoal run`, which writes down its peers' (files/rundir.py), and `shoal chaos`, which signals them from another process and must
 never hit anything else.
 """
 

@@ -18,7 +18,8 @@ from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
-from shoal.launcher import checkpoints, preflight, rundir
+from shoal.launcher import preflight
+from shoal.launcher.files import checkpoints, rundir
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
 from shoal.launcher.watching import page

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.config import Config, slices
-from shoal.model import adapters
 from shoal.model.families import hf_config, model_class
+from shoal.model.layers import adapters
 from shoal.model.saved import saved_by_autograd
 from shoal.model.stages import HuggingFaceStage, Parts, on_meta
 from shoal.planner.inputs.profile import COUNTED, Part, Profile

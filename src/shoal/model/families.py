@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
-from shoal.config.model import THEIRS, Model
-from shoal.model import boundary, sequential
+from shoal.config.sections.model import THEIRS, Model
+from shoal.model import sequential
 from shoal.model.cut import cut
+from shoal.model.layers import boundary
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.configuration_utils import PreTrainedConfig

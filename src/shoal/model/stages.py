@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config
-from shoal.model import adapters, balance, boundary, linear, sequential, vocabulary
+from shoal.model import sequential
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
+from shoal.model.layers import adapters, balance, boundary, linear, vocabulary
 from shoal.model.weights import load, materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import

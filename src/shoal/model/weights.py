@@ -7,8 +7,8 @@ in fp32, from a generator seeded with (seed, full name of the module). So they d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -61,23 +61,11 @@ def _initialise(module: nn.Module, owner: PreTrainedModel, name: str, seed: int,
 def load(model: PreTrainedModel, source: str) -> None:
     """Read the parameters present in `model` that are trained, and no others, from a directory of safetensors shards. Where the
     vocabulary has another size than there, the first rows are kept and further ones are their mean. ValueError: a parameter is missing."""
-    from safetensors import safe_open
-
     shards = shard_of(source)
     tied = getattr(model, "_tied_weights_keys", None) or {}  # models with tied embeddings store one of the two
-    with ExitStack() as stack:
-        files = {
-            shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
-            for shard in dict.fromkeys(shards.values())
-        }
-
-        def read(name: str) -> Tensor:
-            tensor: Tensor = files[shards[name]].get_tensor(name)
-            return tensor
-
+    with _reader(source, shards) as read:
         missing = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        of_tokens = {id(value) for end in ends if isinstance(end, nn.Module) for value in end.parameters()}
+        of_tokens = _of_tokens(model)
         for name in [name for name in missing if name in shards]:
             resize = id(missing[name]) in of_tokens
             _fill(missing.pop(name), read(name), f"{source}/{shards[name]}: {name}", resize)
@@ -89,20 +77,33 @@ def load(model: PreTrainedModel, source: str) -> None:
         raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of {model.config.model_type}?")
 
 
-def load_plain(model: nn.Module, source: str | Path) -> None:
-    """Read the parameters of a module whose names are those of the checkpoint. ValueError: one is missing or of another shape."""
+@contextmanager
+def _reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
+    """Gives a tensor of these shards by its name, while it is open."""
     from safetensors import safe_open
 
-    shards = shard_of(str(source))
-    with torch.no_grad(), ExitStack() as stack:
+    with ExitStack() as stack:
         files = {
             shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
             for shard in dict.fromkeys(shards.values())
         }
+        yield lambda name: files[shards[name]].get_tensor(name)
+
+
+def _of_tokens(model: PreTrainedModel) -> set[int]:
+    """Parameters, by id, with a row for each token."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {id(value) for end in ends if isinstance(end, nn.Module) for value in end.parameters()}
+
+
+def load_plain(model: nn.Module, source: str | Path) -> None:
+    """Read the parameters of a module whose names are those of the checkpoint. ValueError: one is missing or of another shape."""
+    shards = shard_of(str(source))
+    with torch.no_grad(), _reader(source, shards) as read:
         for name, parameter in model.named_parameters():
             if name not in shards:
                 raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of this model?")
-            _fill(parameter, files[shards[name]].get_tensor(name), f"{source}/{shards[name]}: {name}")
+            _fill(parameter, read(name), f"{source}/{shards[name]}: {name}")
 
 
 def _fill(parameter: nn.Parameter, tensor: Tensor, where: str, resize: bool = False) -> None:

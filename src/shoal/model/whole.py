@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.model import boundary
+from shoal.model.layers import boundary
 from shoal.model.stages import Parts
 from shoal.model.weights import materialise
 

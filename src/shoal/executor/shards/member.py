@@ -46,6 +46,7 @@ class Member:
     def __init__(self, build: Build, rank: int) -> None:
         config = build.config
         stage = stages.build(config, build.stage, source=build.source)
+        assert isinstance(stage, stages.HuggingFaceStage)  # config refuses others
         self.stage, self._rank, self._count = stage, rank, config.device.count
         self._parts = microbatches(config.train)
         kind = base.device_of(config).type

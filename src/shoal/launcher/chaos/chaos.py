@@ -20,12 +20,13 @@ from random import Random
 import msgspec
 
 from shoal import units
-from shoal.launcher import process, rundir
+from shoal.launcher import process
 from shoal.launcher.chaos import schedule
 from shoal.launcher.chaos.injection_points import INJECTION_POINTS, TraceTail
 from shoal.launcher.chaos.schedule import LINKS, Act
+from shoal.launcher.files import rundir
+from shoal.launcher.files.rundir import LocalPeer, PeersFile, WantedPeers
 from shoal.launcher.process import Process
-from shoal.launcher.rundir import LocalPeer, PeersFile, WantedPeers
 from shoal.runtime.records.report import replace
 from shoal.transport.emulated.faulty import FAULTS, Fault
 

@@ -17,7 +17,7 @@ import msgspec
 
 from shoal import units
 from shoal.launcher.chaos.injection_points import INJECTION_POINTS
-from shoal.launcher.rundir import LocalPeer, PeersFile
+from shoal.launcher.files.rundir import LocalPeer, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.transport.emulated.faulty import Direction
 from shoal.transport.emulated.shaped import AccessLink

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from shoal.dashboard.terminal import Snapshot
-from shoal.launcher import rundir
+from shoal.launcher.files import rundir
 from shoal.launcher.planning import plan_settings
 from shoal.planner.strategy import choices, plan, replan
 from shoal.planner.strategy.problem import Problem

@@ -18,7 +18,9 @@ MOMENTS_BYTES = {
     "float32": 8.0,
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
-LOGITS = 1 << 24  # exist at a time (model/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
+LOGITS = (
+    1 << 24
+)  # exist at a time (model/layers/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward that recomputes
 
 

@@ -20,7 +20,7 @@ from shoal.planner.strategy.problem import Problem
 GAIN = 1.05  # what a lossy choice must give: less is within what the prediction is off by
 LOCAL_STEPS = (2, 4, 8, 16, 32, 64)
 ENOUGH = 0.95  # of the best rate: the fewest local steps that reach so much of it are taken
-BACK = ("bf16", "int8")  # gradients of boundary tensors and averages have no int4 (config/network.py)
+BACK = ("bf16", "int8")  # gradients of boundary tensors and averages have no int4 (config/sections/network.py)
 
 Decide = Callable[[Problem], Plan]
 

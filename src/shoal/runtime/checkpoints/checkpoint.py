@@ -315,8 +315,9 @@ class Store:
 
 def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
-    from shoal.model import adapters, boundary, sequential
+    from shoal.model import sequential
     from shoal.model.families import cuts, hf_config
+    from shoal.model.layers import adapters, boundary
     from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":

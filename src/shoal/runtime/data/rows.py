@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.data import Data, field_of
+from shoal.config.sections.data import Data, field_of
 from shoal.runtime.data.tokenizer import Span, Tokenizer, Tokens, encode_document
 
 log = logging.getLogger(__name__)

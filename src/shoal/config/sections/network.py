@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shoal.config.data import Data
-from shoal.config.device import Device
-from shoal.config.model import Model
 from shoal.config.section import DAY_S, MOST_BYTES, MOST_Bps, Section, without_effect
-from shoal.config.train import Train
+from shoal.config.sections.data import Data
+from shoal.config.sections.device import Device
+from shoal.config.sections.model import Model
+from shoal.config.sections.train import Train
 
 DelayS = Annotated[float, Meta(ge=0, le=3600)]
 RateBps = Annotated[float, Meta(ge=0, le=MOST_Bps)]

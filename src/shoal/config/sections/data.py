@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shoal import importing
-from shoal.config.plan import Plan
 from shoal.config.section import Section, without_effect
-from shoal.config.train import Train
+from shoal.config.sections.plan import Plan
+from shoal.config.sections.train import Train
 
 _PATH_OF = {"text": "file, directory or glob", "jsonl": "file, directory or glob", "huggingface": "data set"}
 

@@ -32,7 +32,7 @@ from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
 from shoal.dashboard import account, plot
 from shoal.escaping import escaped, escaped_json
-from shoal.launcher import checkpoints
+from shoal.launcher.files import checkpoints
 from shoal.launcher.process import Process, lives
 from shoal.launcher.watching.watch import Resumed
 from shoal.runtime.checkpoints.catalog import Catalog, url_of

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shoal import importing
-from shoal.config.data import Data
-from shoal.config.device import Device
-from shoal.config.run import Run
 from shoal.config.section import Section, nearest_divisor, without_effect
+from shoal.config.sections.data import Data
+from shoal.config.sections.device import Device
+from shoal.config.sections.run import Run
 
 Plain = (  # a value of the Hugging Face configuration
     bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Annotated[float, Meta(ge=-1e30, le=1e30)] | str
@@ -90,6 +90,8 @@ def _factory_problems(model: Model, data: Data, device: Device) -> Iterator[str]
         yield f'model.factory = {model.factory!r} names no function; write "module:function", such as "my_model:build"'
     if data.document_end >= 0:
         yield f"data.document_end = {data.document_end} has no effect: model.factory makes the model; set data.document_end=-1"
+    if device.count > 1:
+        yield f"device.count = {device.count} shares out Hugging Face models, and model.factory makes another; try device.count=1"
     for name in ("compile", "checkpointing"):
         if getattr(device, name):
             yield f"device.{name} has no effect: model.factory = {model.factory!r} makes the model; leave device.{name} out"

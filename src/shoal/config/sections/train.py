@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shoal.config.plan import Plan
-from shoal.config.run import Run
 from shoal.config.section import Section, nearest_divisor, without_effect
+from shoal.config.sections.plan import Plan
+from shoal.config.sections.run import Run
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 FLOAT16 = ("float16", "fp16", "half")

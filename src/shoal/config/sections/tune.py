@@ -1,4 +1,4 @@
-"""[tune]: what of the model is trained. model/adapters.py attaches the adapters."""
+"""[tune]: what of the model is trained. model/layers/adapters.py attaches the adapters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shoal.config.device import Device
-from shoal.config.model import Model
 from shoal.config.section import Section, without_effect
-from shoal.config.train import Train
+from shoal.config.sections.device import Device
+from shoal.config.sections.model import Model
+from shoal.config.sections.train import Train
 
 _OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora")
 

@@ -17,8 +17,8 @@ from shoal.dashboard import plot
 from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
-from shoal.launcher import rundir
-from shoal.launcher.output_files import OutputFiles
+from shoal.launcher.files import rundir
+from shoal.launcher.files.output_files import OutputFiles
 from shoal.runtime.records.account import CommittedStep
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed

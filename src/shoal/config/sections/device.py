@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shoal.config.run import Run
 from shoal.config.section import DAY_S, MOST_BYTES, Section, nearest_divisor, without_effect
-from shoal.config.train import Train
+from shoal.config.sections.run import Run
+from shoal.config.sections.train import Train
 
 _EMULATED = ("emulated_s", "emulated_backward_s", "emulated_values", "emulated_gradient")
 _REAL = ("count", "memory_bytes", "host_bytes", "sequences", "checkpointing", "kept_activations", "tf32", "compile")

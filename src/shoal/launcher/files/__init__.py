@@ -1,0 +1,1 @@
+"""What a run has on disk, and how its launcher keeps it."""
