@@ -22,11 +22,11 @@ import numpy as np
 from report import at_most, parse, report
 from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.core.messages import Add, Apply, Cut, Fetch, Gather, Settings
-from shoal.forecast.churn import Presence
-from shoal.forecast.forecaster import Run
-from shoal.forecast.job import SCAN_BEATS, Job, Patience
-from shoal.forecast.machines import grouped
-from shoal.forecast.rates import Aggregated, Played
+from shoal.forecasting.churn import Presence
+from shoal.forecasting.forecaster import Run
+from shoal.forecasting.job import SCAN_BEATS, Job, Patience
+from shoal.forecasting.machines import grouped
+from shoal.forecasting.rates import Aggregated, Played
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from report import at_most, parse, report
-from shoal.forecast.churn import Churn, presences
-from shoal.forecast.forecaster import forecast
-from shoal.forecast.job import Job
-from shoal.forecast.machines import Machines
-from shoal.forecast.rates import Aggregated
+from shoal.forecasting.churn import Churn, presences
+from shoal.forecasting.forecaster import forecast
+from shoal.forecasting.job import Job
+from shoal.forecasting.machines import Machines
+from shoal.forecasting.rates import Aggregated
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.prediction.seats import Seats
 

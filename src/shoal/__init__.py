@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.api.deciding import forecast as forecast
     from shoal.api.deciding import plan as plan
     from shoal.api.deciding import simulate as simulate
     from shoal.api.results import Checkpoint as Checkpoint
@@ -28,11 +29,12 @@ _MODULES = {
     "Run": "shoal.api.results",
     "RunFailed": "shoal.api.running",
     "Step": "shoal.api.results",
+    "forecast": "shoal.api.deciding",
     "plan": "shoal.api.deciding",
     "run": "shoal.api.running",
     "simulate": "shoal.api.deciding",
 }
-__all__ = ["Checkpoint", "Config", "Run", "RunFailed", "Step", "plan", "run", "simulate"]
+__all__ = ["Checkpoint", "Config", "Run", "RunFailed", "Step", "forecast", "plan", "run", "simulate"]
 
 
 def __getattr__(name: str) -> Any:

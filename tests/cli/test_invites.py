@@ -18,6 +18,7 @@ from shoal import config as configuration
 from shoal import guest
 from shoal.cli import demo, join, revoke
 from shoal.cli import invite as invite_command
+from shoal.config import Config, to_tree
 from shoal.launcher import reach
 from shoal.launcher.invite_text import INVITE_VARIABLE, MOST_CHARS, invite_text
 from shoal.launcher.invites import InviteBook, Issued, Office, invite_named
@@ -227,7 +228,7 @@ def test_more_than_an_invite_is_not_read(tmp_path: Path) -> None:
 
 def test_peers_inherit_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INVITE_VARIABLE, "shoal1secret")
-    spec = PeerSpec(config={"device": {}}, directory="", label="p1", first=False)
+    spec = PeerSpec(config=to_tree(Config()), directory="", label="p1", first=False)
     assert "shoal1secret" not in _environment(spec).values()
 
 

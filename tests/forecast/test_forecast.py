@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from shoal.cli.main import main
-from shoal.forecast import churn as churns
-from shoal.forecast.churn import Churn, Presence, presences
-from shoal.forecast.crew import Crew
-from shoal.forecast.forecaster import History, Parts, forecast
-from shoal.forecast.job import Job
-from shoal.forecast.machines import Machines, grouped
-from shoal.forecast.rates import Aggregated, Played
-from shoal.forecast.summary import compared, summarized
+from shoal.forecasting import churn as churns
+from shoal.forecasting.churn import Churn, Presence, presences
+from shoal.forecasting.crew import Crew
+from shoal.forecasting.forecaster import History, Parts, forecast
+from shoal.forecasting.job import Job
+from shoal.forecasting.machines import Machines, grouped
+from shoal.forecasting.rates import Aggregated, Played
+from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 

@@ -1,4 +1,4 @@
-"""`shoal.plan` and `shoal.simulate`: values instead of the commands' text."""
+"""`shoal.plan`, `shoal.forecast` and `shoal.simulate`: values instead of the commands' text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from shoal.forecasting.summary import Forecast
 from shoal.launcher import session
-from shoal.launcher.planning import deciding
+from shoal.launcher.planning import deciding, forecasting
+from shoal.launcher.planning.forecasting import Outlook
 from shoal.launcher.planning.problem import problem_of
 from shoal.launcher.session import Source
 from shoal.planner.strategy.plan import Plan
@@ -30,6 +32,29 @@ def plan(
     tree = session.read(config, settings)
     problem = problem_of(tree, str(cluster) if cluster is not None else None, wiring)
     return deciding.decide(tree, problem, stages, sizes)
+
+
+def forecast(
+    config: Source = None,
+    *settings: str,
+    cluster: str | Path | None = None,
+    churn: str | Path | None = None,
+    hours: float = 24.0,
+    seeds: int = 20,
+    stages: int | None = None,
+    plan: str | Path | None = None,
+) -> Forecast:
+    """How far that run comes in so many hours on those machines, what it costs and how sure that is: simulated, without messages.
+
+    config, settings, cluster: as for `plan`. churn: a record of spot instances (CSV, JSON) or a TOML file; None: the machines'
+    losses_per_h. seeds: so many histories, from which the percentiles are. stages: plan with this number only. plan: a file of `shoal
+    plan`; None: the planner's choice. ValueError: the files are wrong, nothing fits, or no history makes progress."""
+    tree = session.read(config, settings)
+    files = {
+        name: None if file is None else str(file)
+        for name, file in (("cluster", cluster), ("churn", churn), ("plan", plan))
+    }
+    return forecasting.forecasted(tree, tree.run.name, Outlook(hours=hours, seeds=seeds, stages=stages, **files))
 
 
 def simulate(

@@ -16,21 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from shoal import config
 from shoal.dashboard import forecast_report
-from shoal.forecast import churn as churns
-from shoal.forecast.churn import Churn, presences
-from shoal.forecast.forecaster import forecast
-from shoal.forecast.job import Job, job_of
-from shoal.forecast.rates import model_of
-from shoal.forecast.summary import Forecast, compared, summarized
-from shoal.launcher import preflight
-from shoal.launcher.planning.problem import problem_of
-from shoal.planner.strategy import choices, plan, strategy
+from shoal.forecasting.summary import Forecast, compared
+from shoal.launcher.planning.forecasting import Outlook, check, forecasted, name_of
 
-SEED, BUDGET = 0, 400  # of the planner's search
 QUIET_S = 2.0  # a forecast that takes longer says how far it is
 
 
@@ -54,10 +45,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     files = [word for word in args.words if "=" not in word]
     settings = [word for word in args.words if "=" in word]
-    horizon_s = args.hours * 3600
-    _check(args, files)
-    churn = churns.load(args.churn) if args.churn else Churn()
-    forecasts = [_forecast(args, file, settings, churn, horizon_s) for file in files or [None]]
+    if args.plan and len(files) > 1:
+        raise ValueError("--plan goes with one configuration; two are compared each with its own plan")
+    outlook = Outlook(
+        cluster=args.cluster,
+        churn=args.churn,
+        hours=args.hours,
+        seeds=args.seeds,
+        stages=args.stages,
+        plan=args.plan,
+    )
+    check(outlook)
+    forecasts = [_forecast(outlook, file, settings) for file in files or [None]]
     comparisons = [compared(forecasts[0], other) for other in forecasts[1:]]
     if args.pictures:
         from shoal.dashboard import forecast_pictures  # matplotlib: only who draws waits for it
@@ -75,53 +74,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, files: list[str]) -> None:
-    if not 0 < args.hours <= 24 * 366:
-        raise ValueError(f"--hours {args.hours:g}: wanted more than 0, and a year at most")
-    if not 1 <= args.seeds <= 10_000:
-        raise ValueError(f"--seeds {args.seeds}: wanted 1 to 10000")
-    if args.plan and len(files) > 1:
-        raise ValueError("--plan goes with one configuration; two are compared each with its own plan")
+def _forecast(outlook: Outlook, file: str | None, settings: list[str]) -> Forecast:
+    tree, progress = config.load(file, settings), _Progress()
+    name, horizon_s = name_of(file, tree), outlook.hours * 3600
 
+    def tell(seed: int, now: float) -> None:
+        progress(lambda: forecast_report.progress(name, seed, outlook.seeds, now, horizon_s))
 
-def _forecast(
-    args: argparse.Namespace, file: str | None, settings: list[str], churn: Churn, horizon_s: float
-) -> Forecast:
-    tree = config.load(file, settings)
-    job = _job(args, tree)
-    histories = [presences(churn, job.machines, horizon_s, seed) for seed in range(args.seeds)]
-    model = model_of(job, sum(map(len, histories)))
-    planned = model(np.array(job.stage_of))
-    assert planned is not None, "a plan serves every stage"
-    if planned.step_s > horizon_s:
-        raise ValueError(
-            f"--hours {args.hours:g}: a step takes {planned.step_s / 3600:.3g} hours; wanted several of them"
-        )
-    name = Path(file).stem if file else tree.run.name
-    progress = _Progress()
-    results = []
-    for seed, history in enumerate(histories):
-
-        def text(now: float, seed: int = seed) -> None:
-            progress(lambda: forecast_report.progress(name, seed, args.seeds, now, horizon_s))
-
-        results.append(forecast(job, model, history, churn.start_s, horizon_s, seed, text))
-    if not any(result.steps for result in results):
-        raise ValueError(f"{name} cannot make progress: {results[0].stuck}")
-    return summarized(name, job, planned, results)
-
-
-def _job(args: argparse.Namespace, tree: config.Config) -> Job:
-    if tree.device.executor != "emulated":
-        preflight.refuse(preflight.model(tree))
-    problem = problem_of(tree, args.cluster)
-    if args.plan:
-        decided = plan.load(args.plan)
-        problem = choices.chosen(problem, decided)
-        preflight.refuse(plan.validate(decided, problem.profile, problem.cluster, problem.work.value_bytes))
-    else:
-        decided = strategy.decide(problem, np.random.default_rng(SEED), BUDGET, args.stages)
-    return job_of(problem, decided, tree)
+    return forecasted(tree, name, outlook, tell)
 
 
 class _Progress:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.dashboard.pictures import COLOURS, RED, figure_of, saved
-from shoal.forecast.summary import Forecast
+from shoal.forecasting.summary import Forecast
 
 LOST = {"redone", "stalled"}  # parts of the time that churn takes; red in the pictures
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal import units
-from shoal.forecast.summary import Comparison, Cost, Forecast, Spread
+from shoal.forecasting.summary import Comparison, Cost, Forecast, Spread
 
 WORDS = {
     "compute": "the busiest stage computes",

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
-from shoal.forecast.job import Job
+from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.prediction.averaging import averaging
 from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes

@@ -16,8 +16,8 @@ from shoal.core.leader.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.messages import Member, Peer, Settings
 from shoal.core.planned import complete, planned_seat, planned_stage
 from shoal.core.transfer.download import DONORS
-from shoal.forecast.job import Job
-from shoal.forecast.rates import Composition
+from shoal.forecasting.job import Job
+from shoal.forecasting.rates import Composition
 from shoal.planner.prediction.seats import handed_bytes
 
 SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from shoal.config import Config
-from shoal.forecast.machines import Machines, grouped
+from shoal.forecasting.machines import Machines, grouped
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.profile import MOMENTS_BYTES
 from shoal.planner.prediction.seats import Seats

@@ -10,10 +10,10 @@ from statistics import fmean, stdev
 import msgspec
 import numpy as np
 
-from shoal.forecast.forecaster import History, Parts
-from shoal.forecast.job import Job
-from shoal.forecast.machines import Machines
-from shoal.forecast.rates import StepTime
+from shoal.forecasting.forecaster import History, Parts
+from shoal.forecasting.job import Job
+from shoal.forecasting.machines import Machines
+from shoal.forecasting.rates import StepTime
 
 CONFIDENCE = 0.95
 GB = 1e9

@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 from shoal import units
-from shoal.forecast.machines import Machines
+from shoal.forecasting.machines import Machines
 from shoal.sim.faults.preemption import Change, most, read, some
 
 DAY_S = 86400.0

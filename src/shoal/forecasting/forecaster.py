@@ -18,10 +18,10 @@ import msgspec
 from shoal import units
 from shoal.core.leader.rules.admission import ENTER_BEATS
 from shoal.core.messages import Peer
-from shoal.forecast.churn import Presence
-from shoal.forecast.crew import Crew, slot_of
-from shoal.forecast.job import Job
-from shoal.forecast.rates import StepModel, StepTime
+from shoal.forecasting.churn import Presence
+from shoal.forecasting.crew import Crew, slot_of
+from shoal.forecasting.job import Job
+from shoal.forecasting.rates import StepModel, StepTime
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second

@@ -1,0 +1,83 @@
+"""From a configuration, machines and churn to a forecast: for `shoal forecast` and `shoal.forecast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from shoal import config
+from shoal.forecasting import churn as churns
+from shoal.forecasting.churn import Churn, presences
+from shoal.forecasting.forecaster import forecast
+from shoal.forecasting.job import Job, job_of
+from shoal.forecasting.rates import model_of
+from shoal.forecasting.summary import Forecast, summarized
+from shoal.launcher import preflight
+from shoal.launcher.planning.problem import problem_of
+from shoal.planner.strategy import choices, plan, strategy
+
+SEED, BUDGET = 0, 400  # of the planner's search
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What is forecast of every configuration."""
+
+    cluster: str | None = None  # file of the machines
+    churn: str | None = None  # file; without it the machines' losses_per_h
+    hours: float = 24.0
+    seeds: int = 20
+    stages: int | None = None  # plan with this number only
+    plan: str | None = None  # file; without it the planner's choice
+
+
+def check(outlook: Outlook) -> None:
+    if not 0 < outlook.hours <= 24 * 366:
+        raise ValueError(f"--hours {outlook.hours:g}: wanted more than 0, and a year at most")
+    if not 1 <= outlook.seeds <= 10_000:
+        raise ValueError(f"--seeds {outlook.seeds}: wanted 1 to 10000")
+
+
+def forecasted(
+    tree: config.Config, name: str, outlook: Outlook, tell: Callable[[int, float], None] = lambda seed, now: None
+) -> Forecast:
+    """`tell`: is called with the seed that is played and its time, s. ValueError: nothing fits, or no seed makes progress."""
+    check(outlook)
+    horizon_s = outlook.hours * 3600
+    churn = churns.load(outlook.churn) if outlook.churn else Churn()
+    job = _job(outlook, tree)
+    histories = [presences(churn, job.machines, horizon_s, seed) for seed in range(outlook.seeds)]
+    model = model_of(job, sum(map(len, histories)))
+    planned = model(np.array(job.stage_of))
+    assert planned is not None, "a plan serves every stage"
+    if planned.step_s > horizon_s:
+        raise ValueError(
+            f"--hours {outlook.hours:g}: a step takes {planned.step_s / 3600:.3g} hours; wanted several of them"
+        )
+    results = [
+        forecast(job, model, history, churn.start_s, horizon_s, seed, partial(tell, seed))
+        for seed, history in enumerate(histories)
+    ]
+    if not any(result.steps for result in results):
+        raise ValueError(f"{name} cannot make progress: {results[0].stuck}")
+    return summarized(name, job, planned, results)
+
+
+def name_of(file: str | None, tree: config.Config) -> str:
+    return Path(file).stem if file else tree.run.name
+
+
+def _job(outlook: Outlook, tree: config.Config) -> Job:
+    if tree.device.executor != "emulated":
+        preflight.refuse(preflight.model(tree))
+    problem = problem_of(tree, outlook.cluster)
+    if outlook.plan:
+        decided = plan.load(outlook.plan)
+        problem = choices.chosen(problem, decided)
+        preflight.refuse(plan.validate(decided, problem.profile, problem.cluster, problem.work.value_bytes))
+    else:
+        decided = strategy.decide(problem, np.random.default_rng(SEED), BUDGET, outlook.stages)
+    return job_of(problem, decided, tree)
