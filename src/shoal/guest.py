@@ -163,7 +163,7 @@ def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:
 def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """The configuration of a visitor, who does not join: names of files stay as in the invite and are not looked up."""
     for path in (override.partition("=")[0].strip() for override in overrides):
-        if path in RUN or (path not in ADAPTABLE and path.partition(".")[0] != "device"):
+        if path not in ADAPTABLE and path.partition(".")[0] != "device":
             allowed = ", ".join(sorted(field for field in ADAPTABLE if not field.startswith("device.")))
             raise ValueError(
                 f"{path} is the same for all peers of a run; a joining machine may set device.*, {allowed}"
@@ -175,6 +175,7 @@ def visiting(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
         with_own = " with the settings given here" if overrides else ""
         raise ValueError(f"this invite{with_own} makes no run: {error}") from None
     _refuse_out_of_bounds(config)
+    _refuse_others(config, tree)
     return config
 
 
@@ -319,6 +320,16 @@ def _refuse_local(tree: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"this invite sets {section}.{field}, which every machine decides for itself; it was not made by `shoal invite`"
                 )
+
+
+def _refuse_others(config: Config, tree: Mapping[str, Any]) -> None:
+    """ValueError: of the machine's section, what is the run's is not as the invite says."""
+    values = config.device.emulated_values
+    theirs = tree.get("device", {}).get("emulated_values", Config().device.emulated_values)
+    if values != theirs:
+        raise ValueError(
+            f"device.emulated_values = {values}, but all peers of this run have {theirs}; leave device.emulated_values out"
+        )
 
 
 def _emulated(tree: dict[str, Any]) -> dict[str, Any]:

@@ -68,8 +68,10 @@ def test_the_size_of_emulated_tensors_is_the_runs() -> None:
     text = invite_tree(**tree)
     assert guest.visitor(text, []).device.executor == "emulated"
     assert guest.joined(text, []).device.emulated_values == 64
-    with pytest.raises(ValueError, match=r"device\.emulated_values is the same for all peers of a run"):
-        guest.joined(text, [*EMULATED, "device.emulated_values=7"])
+    guest.joined(text, [*EMULATED, "device.emulated_values=64"])
+    for invite in (text, invite_tree()):
+        with pytest.raises(ValueError, match=r"device\.emulated_values = 7, but all peers of this run have"):
+            guest.joined(invite, [*EMULATED, "device.emulated_values=7"])
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "~/x", "../x", "a/../../x", "a\\..\\x", "a\nb", "**/**/**", "x" * 300])
