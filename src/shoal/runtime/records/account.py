@@ -79,6 +79,10 @@ class CommitHistory:
         self.changes = 0  # increased with every change of `steps`
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
+        self._ordered: tuple[int, tuple[CommittedStep, ...]] = (
+            -1,
+            (),
+        )  # at that number of changes: several views a second ask
         self._missing: dict[int, int] = {}  # microbatches that a stage lacks, by step of this session
         sizes = {step.commit.step: step.microbatches or microbatches for step in before}
         self._before = sum(
@@ -138,7 +142,9 @@ class CommitHistory:
     @property
     def steps(self) -> tuple[CommittedStep, ...]:
         """All valid commits in order."""
-        return tuple(self._steps[number] for number in sorted(self._steps))
+        if self._ordered[0] != self.changes:
+            self._ordered = self.changes, tuple(self._steps[number] for number in sorted(self._steps))
+        return self._ordered[1]
 
     @property
     def account(self) -> Account:
