@@ -13,7 +13,7 @@ from tests.chats import IDS, MARKED, TEMPLATE, a_chat, a_tokenizer, some_chats
 
 from shoal import config as configuration
 from shoal.config import Config, Data, Model, Run, Train
-from shoal.runtime.data import dataset, sampling
+from shoal.runtime.data import dataset, rows, sampling
 from shoal.runtime.data.rows import Rows
 from shoal.runtime.data.tokenizer import Tokens, open_tokenizer
 
@@ -189,3 +189,8 @@ def test_streamed_rows_are_the_same_samples_and_skipped_ones_shift_nothing(
     assert len({tuple(tokens) for tokens in epoch}) > 40
     assert stream.sample(99).tolist() == epoch[99] and stream.sample(3).tolist() == epoch[3]
     assert sorted(map(tuple, epoch)) == sorted(tuple(stream.sample(100 + i).tolist()) for i in range(100))
+
+
+def test_a_line_of_lists_in_lists_is_a_wrong_row() -> None:
+    with pytest.raises(rows.WrongRow, match="not a line of JSON"):
+        rows.parsed(b"[" * 100_000)

@@ -7,16 +7,17 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport import relay, tls
 from shoal.transport.base import Blob, Incoming, Limits, Lost
-from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.relay import Relays
+from shoal.transport.streams import handshake
 from shoal.transport.tls import TlsTransport
 
 RUN = Authority.new()
@@ -206,3 +207,58 @@ def test_a_relay_serves_members_only() -> None:
 def test_a_useless_relay_is_left_out(text: str) -> None:
     assert relay.route(text) is None
     assert tls.relay.route("/relay/fd77::1/80") == relay.RelayRoute("fd77::1", 80)
+
+
+def test_peers_that_have_left_a_relay_keep_no_place_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "WAITING_PEERS", 1)
+
+    async def story() -> None:
+        service = relay.RelayService(INVITE.membership(Identity.new()), print)
+        first, first_end = socket.socketpair()
+        second, second_end = socket.socketpair()
+        with first, first_end, second, second_end:
+            first.setblocking(False)
+            second.setblocking(False)
+            assert await service._wait(first, "first")
+            with pytest.raises(ValueError, match="too many peers"):
+                await service._wait(second, "second")
+            first_end.close()
+            assert await service._wait(second, "second")
+            assert list(service._waiting) == ["second"]
+
+    run(story)
+
+
+def test_a_relay_bounds_connections_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte, CALL, takes a connection out of the listener's own bound."""
+    monkeypatch.setattr(relay, "OPENINGS", 2)
+
+    async def story() -> None:
+        async with hosts(1) as (r,):
+            loop, callers = asyncio.get_running_loop(), list[socket.socket]()
+            try:
+                for _ in range(3):
+                    callers.append(socket.create_connection(r.transport.address))
+                    callers[-1].setblocking(False)
+                    await loop.sock_sendall(callers[-1], relay.CALL)
+                    try:
+                        answer = await asyncio.wait_for(loop.sock_recv(callers[-1], relay.NONCE_BYTES), 60)
+                    except ConnectionResetError:
+                        answer = b""
+                    assert len(answer) == (relay.NONCE_BYTES if len(callers) < 3 else 0)
+            finally:
+                for each in callers:
+                    each.close()
+
+    run(story)
+
+
+def test_only_an_address_is_taken_for_the_one_that_others_see() -> None:
+    """Anything else would end the loop that looks for relays."""
+    other, me = Identity.new(), Identity.new()
+    theirs, mine = INVITE.membership(other), INVITE.membership(me)
+    kind = get_args(handshake.StreamKind)[0]
+    for seen, taken in (("nowhere", ""), (ROUTER, ROUTER)):
+        hello = handshake.encode_hello(other.name, me.name, kind, theirs, seen)
+        handshake.check_hello(hello, key_id(other.public), me.name, mine)
+        assert mine.seen == taken

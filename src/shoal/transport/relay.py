@@ -21,7 +21,7 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated
 
@@ -45,6 +45,7 @@ OPENING_S = 5.0  # for the nonce, the request and the other end together
 RELAYS = 2  # at which a peer waits
 WAITING = 3  # connections of one peer at one relay: a caller's two streams, and one more
 WAITING_PEERS = 64  # at one relay
+OPENINGS = 64  # connections at one relay that nobody has vouched for yet, or that wait for their other end
 CIRCUITS = 128  # joined connections at one relay: 64 peers that control one another, and more
 PIECE_BYTES = 64 << 10
 RATE = Allowance(per_s=25e6, at_once=4e6)  # bytes that a relay passes in all: 200 Mbit/s
@@ -116,6 +117,7 @@ class RelayService:
         self._membership, self._tell = membership, tell
         self._budget = Budget(RATE)
         self._reported_bytes = 0
+        self._opening = 0
         self._waiting: dict[Peer, deque[socket.socket]] = {}
         self._arrived = asyncio.Event()  # another connection waits
 
@@ -128,20 +130,21 @@ class RelayService:
         """Until that connection ends, or waits here."""
         loop, keep = asyncio.get_running_loop(), False
         try:
-            async with asyncio.timeout(OPENING_S):
-                await _received(sock, len(CALL))
-                nonce = os.urandom(NONCE_BYTES)
-                await loop.sock_sendall(sock, nonce)
-                (nbytes,) = _length.unpack(await _received(sock, _length.size))
-                if nbytes > MAX_REQUEST_BYTES:
-                    raise ValueError(f"a request of {nbytes} bytes to a relay")
-                asked = checked(await _received(sock, nbytes), nonce, self._membership)
-                if not asked.target:
-                    keep = await self._wait(sock, asked.name)
-                    return
-                other = await self._other_end(asked.target)
-                await loop.sock_sendall(other, JOINED)
-                await loop.sock_sendall(sock, JOINED)
+            with self._admitted():
+                async with asyncio.timeout(OPENING_S):
+                    await _received(sock, len(CALL))
+                    nonce = os.urandom(NONCE_BYTES)
+                    await loop.sock_sendall(sock, nonce)
+                    (nbytes,) = _length.unpack(await _received(sock, _length.size))
+                    if nbytes > MAX_REQUEST_BYTES:
+                        raise ValueError(f"a request of {nbytes} bytes to a relay")
+                    asked = checked(await _received(sock, nbytes), nonce, self._membership)
+                    if not asked.target:
+                        keep = await self._wait(sock, asked.name)
+                        return
+                    other = await self._other_end(asked.target)
+                    await loop.sock_sendall(other, JOINED)
+                    await loop.sock_sendall(sock, JOINED)
             await self._join(sock, other)
         except (OSError, ValueError) as error:  # TimeoutError too
             log.debug("a relayed connection is refused: %s", error or type(error).__name__)
@@ -149,10 +152,22 @@ class RelayService:
             if not keep:
                 sock.close()
 
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """The listener's own bound ends where the relay takes a connection over."""
+        if self._opening >= OPENINGS:
+            raise ValueError("too many connections begin at this relay")
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
     async def _wait(self, sock: socket.socket, peer: Peer) -> bool:
         """Keep it for a caller, where there is room."""
-        sockets = self._waiting.get(peer)
-        if sockets is None and len(self._waiting) >= WAITING_PEERS:
+        if peer not in self._waiting and len(self._waiting) >= WAITING_PEERS:
+            self._forget_closed()
+        if peer not in self._waiting and len(self._waiting) >= WAITING_PEERS:
             raise ValueError("too many peers wait at this relay")
         sockets = self._waiting.setdefault(peer, deque())
         while len(sockets) >= WAITING:
@@ -162,6 +177,15 @@ class RelayService:
         self._arrived.set()
         self._arrived = asyncio.Event()
         return True
+
+    def _forget_closed(self) -> None:
+        """Peers that have left are asked for by nobody, and would keep their places."""
+        for peer, sockets in list(self._waiting.items()):
+            for sock in [each for each in sockets if not _is_open(each)]:
+                sockets.remove(sock)
+                sock.close()
+            if not sockets:
+                del self._waiting[peer]
 
     async def _other_end(self, peer: Peer) -> socket.socket:
         if self.circuits >= CIRCUITS:

@@ -123,7 +123,7 @@ def parsed(line: bytes) -> object:
     """WrongRow: it is not JSON."""
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: lists in lists in lists
         raise WrongRow(f"not a line of JSON ({error}); data.source = 'text' reads plain text") from error
 
 

@@ -10,6 +10,8 @@ that key's id, and it must be the one inside the name.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import struct
 from collections.abc import Generator
 from typing import Annotated
@@ -108,5 +110,7 @@ def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Members
         refusal.notice = error.notice if isinstance(error, NotWelcome) else b""
         raise refusal from None
     membership.take_grant(hello.grant)
-    membership.seen = hello.seen or membership.seen
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(hello.seen)
+        membership.seen = hello.seen
     return hello
