@@ -215,6 +215,21 @@ def test_only_the_signers_own_signature_passes_the_driver() -> None:
     assert isinstance(got, Propose) and got.proof == Proof("a", ())
 
 
+def test_a_leader_that_leaves_shows_the_view_to_those_who_leave_with_it() -> None:
+    """Else they wait for a leader that has ended, and do not hear of what is committed meanwhile."""
+    register = a_leader()
+    view = successor(members=(Member("c", 0),), owners=(2, 2))
+    register.propose(view, 0.0)
+    commands = [
+        command
+        for name in ("b", "c")
+        for command in register.on_message(name, Accept(1, 3, digest(view), Signed(name)), 0.0)
+    ]
+    assert register.agreed == view and not register.leading
+    to_b = [command.message for command in commands if isinstance(command, Send) and command.peer == "b"]
+    assert len(to_b) == 1 and isinstance(to_b[0], Propose) and to_b[0].entry.view == view and to_b[0].proof is not None
+
+
 def test_a_leader_signs_its_own_part_of_a_proof_when_it_leaves() -> None:
     lead = Lead(1, 2, 1, digest(FIRST), Proof("a", (Signed("a"), Signed("b", b"k", b"s"))), (Signed("a"),))
     sealed = seal("a", "c", lead, lambda data: Signed("a", b"k", data[:20]))

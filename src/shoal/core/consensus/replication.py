@@ -102,6 +102,7 @@ class Replication:
             return []
         commands = self._leads(self._everyone(), agreed) + (self._again() if views.proposing else [])
         if self._name not in views.voters()[1] and not views.proposing:
+            commands += self._dismiss() if agreed else []
             election.step_down(election.term, now)  # the agreed view removes this peer
         return commands
 
@@ -134,6 +135,13 @@ class Replication:
                     commands += [Send(peer, one) for one in newest]
                 commands.append(Send(peer, message))
         return commands
+
+    def _dismiss(self) -> list[Command]:
+        """The newest view for those who leave with this leader: it ends now, and the next one may not know that they wait for it."""
+        entry, view = self._views.entry, self._views.view
+        assert entry is not None and view is not None
+        gone = [peer for peer in entry.before if peer not in view.voters and peer != self._name]
+        return [Send(peer, one) for peer in gone for one in self._views.certified(0)[-1:]]
 
     def _everyone(self) -> tuple[Peer, ...]:
         """All voters and joiners but this peer."""
