@@ -48,10 +48,10 @@ class Machines:
             launcher.kill()
             launcher.wait()
 
-    def save(self, step: int) -> int:
-        """Train until that step or a later one is saved on both machines, and kill everything. Returns the newest that both hold; what
-        one of them has made visible since then is removed."""
-        self.train("run.steps=100000", f"checkpoint.every={step}")
+    def save(self, step: int, every: int = 0) -> int:
+        """Train, saving each `every` steps or else each `step`, until that step or a later one is saved on both machines, and kill
+        everything. Returns the newest that both hold; what one of them has made visible since then is removed."""
+        self.train("run.steps=100000", f"checkpoint.every={every or step}")
         wait_for(lambda: self.host.poll() is not None or max(self.common(), default=0) >= step)
         self.kill()
         newest = max(self.common())
@@ -138,7 +138,7 @@ def test_a_bit_in_every_file_of_one_machine_is_found_and_repaired(machines: Mach
 def test_what_no_machine_has_whole_is_refused_by_name_and_the_next_time_an_older_one_is_taken(
     machines: Machines,
 ) -> None:
-    step = machines.save(4)
+    step = machines.save(4, every=2)
     for store in machines.stores:
         flip(store / f"step-{step}/model-00002-of-00002.safetensors")
     machines.train(f"run.steps={step + 4}", "--resume")

@@ -75,7 +75,7 @@ def merge(source: Path, config: Config, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as draft:
         adapter, merged = Path(draft) / "adapter", Path(draft) / "merged"
         write_adapter(source, config, adapter)
-        base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto")
+        base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto", use_safetensors=True)
         PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
         _reveal(merged, source, target)
 
