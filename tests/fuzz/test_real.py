@@ -23,7 +23,7 @@ def attacked(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_questions_harm_nobody_and_a_joiner_is_let_in() -> None:
     """The instrument itself: who only asks breaks nothing."""
-    done = attacked("--seconds", "8", "--rate", "50", "--steps", "200", "--kinds", "StandingRequest,StateRequest")
+    done = attacked("--seconds", "8", "--rate", "50", "--steps", "500", "--kinds", "StandingRequest,StateRequest")
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert [one["name"] for one in line["setting"]["phases"]] == ["before", "outsider", "joiner", "member", "after"]
