@@ -10,6 +10,7 @@ import torch
 from tests.runtime.test_node import TINY
 from torch import Tensor
 
+import shoal
 from shoal import config as configuration
 from shoal.cli import export
 from shoal.config import Config, Model, Tune
@@ -171,6 +172,7 @@ def test_peft_and_transformers_read_what_is_exported(config: Config, tmp_path: P
     path = Path(store.publish(3, records, checkpoint.about(config, "", "")))
     whole = stages.whole(saved.adapted(path), str(path))
     assert not torch.equal(whole(x).logits, stages.whole(config)(x).logits)
+    assert torch.equal(shoal.Checkpoint(path).model()(x).logits, whole(x).logits)
     export.write_adapter(path, config, tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
     with_peft = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()

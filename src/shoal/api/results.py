@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal import config as configuration
-from shoal.config import Config
+from shoal.config import Config, tokens_per_step
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
-from shoal.launcher.files import rundir
+from shoal.launcher.files import rundir, saved
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.marker import MARKER, Training, decoded
 from shoal.runtime.records.account import CommittedStep, surviving
@@ -122,40 +121,22 @@ class Checkpoint:
         """Of the run that wrote it."""
         return self.training.config
 
-    def model(self) -> nn.Module:
-        """The whole model with these weights, on the CPU in fp32: an `nn.Sequential` of one's own, or the Hugging Face model.
-        ValueError: a tensor is missing, or model.factory cannot be imported here."""
-        from shoal.model import sequential, weights
-
-        own = sequential.own_sequential(self.config)
-        if own is None:
-            return _hugging_face(self.path)
-        model = own.model.to_empty(device="cpu").eval()
-        weights.load_plain(model, self.path)
-        return model
-
-
-def _hugging_face(path: Path) -> nn.Module:
-    import transformers
-
-    from shoal.model import whole
-    from shoal.model.layers import boundary
-
-    if json.loads((path / "config.json").read_text()).get("model_type") == boundary.MODEL_TYPE:
-        return whole.load(path)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path)
-    return model
+    def model(self, base: str | None = None) -> nn.Module:
+        """The whole model with these weights, on the CPU: an `nn.Sequential` of one's own, the Hugging Face model, or its base model with
+        the trained adapters. base: where that lies now, if not where training read it. ValueError: a tensor, the base model or
+        model.factory is not here."""
+        return saved.model_of(self.path, base)
 
 
 def step_of(committed: CommittedStep, config: Config, first_s: float) -> Step:
     """`first_s`: when the first commit was received."""
-    commit, train = committed.commit, config.train
+    commit = committed.commit
     done = commit.step + 1
     return Step(
         step=done,
         loss=None if commit.skipped else commit.loss,
         gradient_norm=commit.norm,
-        tokens=done * train.batch * train.local_steps * config.data.sequence,
+        tokens=done * tokens_per_step(config),
         elapsed_s=committed.heard_s - first_s,
         redone=committed.account.redone,
         saved=committed.saved,

@@ -45,12 +45,9 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     import torch
     import transformers
 
-    import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
-    from shoal.model import sequential, stages, whole
-    from shoal.model.layers import boundary
+    from shoal.model import sequential
 
-    kind = json.loads((path / "config.json").read_text()).get("model_type")
-    if kind == sequential.MODEL_TYPE:
+    if json.loads((path / "config.json").read_text()).get("model_type") == sequential.MODEL_TYPE:
         raise ValueError(
             f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
         )
@@ -59,12 +56,7 @@ def sample(path: Path, args: argparse.Namespace) -> str:
     model: Any
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        if (path / "adapter_config.json").is_file():
-            model = stages.whole(saved.adapted(path, args.base), str(path), args.device)
-        elif kind == boundary.MODEL_TYPE:
-            model = whole.load(path).to(args.device)
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path).to(args.device).eval()
+        model = saved.model_of(path, args.base).to(args.device)
     except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
         raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
     tokens = tokenizer(args.prompt, return_tensors="pt", add_special_tokens=False).input_ids

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class Sharded:
         flats = [torch.empty(self.length) for _ in KINDS]
         base.copy_state_(self._named(flats), state)
         for kind, flat in enumerate(flats):
-            self._group.all(Load(kind), lambda kind=kind, flat=flat: self._member.load(kind, flat))  # type: ignore[misc]
+            self._group.all(Load(kind), partial(self._member.load, kind, flat))
 
     def digest(self) -> str:
         return base.digest_of(self._views(self._gather(0)))

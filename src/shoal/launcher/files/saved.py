@@ -1,14 +1,19 @@
-"""What a run has saved, for the commands that use it: generate and export. Without torch."""
+"""What a run has saved, for those who use it: generate, export and shoal.Checkpoint. torch is imported with a model."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.config import Config
 from shoal.runtime.checkpoints import marker
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -40,6 +45,30 @@ def adapted(source: Path, base: str | None = None) -> Config:
     if not (Path(model.path) / "config.json").is_file():
         raise ValueError(f"the base model of {source} is not at {model.path}; say where it lies with --base DIR")
     return msgspec.structs.replace(config, model=model)
+
+
+def model_of(source: Path, base: str | None = None) -> nn.Module:
+    """The whole model of a checkpoint, or of any model directory, on the CPU: an `nn.Sequential` of the user's own, adapters in
+    their base model (`base`: where that lies now), or a Hugging Face model. ValueError: a tensor, a file or model.factory is missing."""
+    import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
+    from shoal.model import sequential, stages, weights, whole
+    from shoal.model.layers import boundary
+
+    kind = json.loads((source / "config.json").read_text()).get("model_type")
+    if kind == sequential.MODEL_TYPE:
+        own = sequential.own_sequential(marker.decoded((source / marker.MARKER).read_bytes()).config)
+        assert own is not None, "so says its config.json"
+        plain = own.model.to_empty(device="cpu").eval()
+        weights.load_plain(plain, source)
+        return plain
+    if (source / "adapter_config.json").is_file():
+        return stages.whole(adapted(source, base), str(source))
+    if kind == boundary.MODEL_TYPE:
+        return whole.load(source)
+    import transformers
+
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    return model
 
 
 def _steps(parent: Path) -> list[Path]:

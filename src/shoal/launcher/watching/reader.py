@@ -1,4 +1,4 @@
-"""Reads a run's directory for those who only look at it: `shoal status` and `shoal watch`. What its launcher wrote, and nothing else.
+"""Reads a run's directory for `shoal watch`, again and again: what its launcher wrote, and nothing else.
 
 commits.jsonl is read from where the last reading ended; status.json when it has changed.
 """
