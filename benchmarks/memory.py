@@ -1,17 +1,18 @@
 """The memory that stages were planned to take over what they take, in shapes drawn from a seed.
 
-    python benchmarks/memory.py [--seeds 100]
+    python benchmarks/memory.py [--seeds 100] [--adapters]
 
 Of each shape (tests/memory_shapes.py) every stage is counted on the meta device and planned, then built on the CPU, where torch's profiler
 sees each allocation: resident over two backward passes and an optimizer step, swapping with the least memory that the planner
 gives it, with half of a resident stage's, and without a limit. The table has a row for each kind of shape. The value is the share of
-figures from 1.00 to 1.05; the last line is one JSON object.
+figures from 1.00 to 1.05; the last line is one JSON object. --adapters: each shape resident, with LoRA adapters (tune.method).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,17 +30,10 @@ from shoal.config import Config
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=memory_shapes.SEEDS)
+    parser.add_argument("--adapters", action="store_true")
     given = parse(parser)
-    ratios: dict[str, list[float]] = defaultdict(list)
-    outside = []
-    for seed in range(given.seeds):
-        config = memory_shapes.drawn(seed)
-        for figure in memory_shapes.figures(config):
-            for kind in kinds(config, figure):
-                ratios[kind].append(figure.ratio)
-            if not 1 <= figure.ratio <= 1 + memory_shapes.ABOVE:
-                outside.append(f"seed {seed}, {figure.what}: {figure.ratio:.3f}")
-                print(outside[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ratios, outside = compared(given.seeds, Path(folder) if given.adapters else None)
     print(f"{'planned / measured':28} {'figures':>8} {'least':>7} {'mean':>7} {'most':>7}")
     for kind, values in ratios.items():
         print(f"{kind:28} {len(values):8} {min(values):7.3f} {sum(values) / len(values):7.3f} {max(values):7.3f}")
@@ -48,8 +42,30 @@ def main() -> None:
     setting |= {kind: [round(min(values), 3), round(max(values), 3)] for kind, values in ratios.items()}
     share = 1 - len(outside) / len(every)
     report(
-        "memory.planned", share, "share of figures from 1.00 to 1.05 of measured", at_least(1.0), setting, given.record
+        "memory.adapters" if given.adapters else "memory.planned",
+        share,
+        "share of figures from 1.00 to 1.05 of measured",
+        at_least(1.0),
+        setting,
+        given.record,
     )
+
+
+def compared(seeds: int, bases: Path | None) -> tuple[dict[str, list[float]], list[str]]:
+    """Planned over measured by kind of shape, and what lies outside of the bounds. `bases`: where the models of adapters are written."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    outside = []
+    for seed in range(seeds):
+        config = memory_shapes.drawn(seed)
+        if bases is not None:
+            config = memory_shapes.adapted(config, seed, bases / str(seed))
+        for figure in memory_shapes.figures(config):
+            for kind in kinds(config, figure):
+                ratios[kind].append(figure.ratio)
+            if not 1 <= figure.ratio <= 1 + memory_shapes.ABOVE:
+                outside.append(f"seed {seed}, {figure.what}: {figure.ratio:.3f}")
+                print(outside[-1], flush=True)
+    return ratios, outside
 
 
 def kinds(config: Config, figure: Figure) -> Iterator[str]:

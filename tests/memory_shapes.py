@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,13 +20,13 @@ from torch import Tensor
 from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shoal.config import Config, Data, Device, Model, Run, Train
+from shoal.config import Config, Data, Device, Model, Run, Train, Tune
 from shoal.executor import create
 from shoal.executor.base import DTYPES, Executor
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap import memory as swap_memory
 from shoal.executor.swap.swapping import Swapping
-from shoal.model import analysis
+from shoal.model import analysis, stages
 from shoal.model.cut import cut, inputs
 from shoal.numerics import eightbit
 from shoal.planner.inputs import cluster, memory
@@ -155,6 +156,24 @@ def drawn(seed: int) -> Config:
             checkpointing=checkpointing,
             kept_activations=draw.choice([0, 0, 2]) if resident else 0,
         ),
+    )
+
+
+def adapted(config: Config, seed: int, base: Path) -> Config:
+    """The same shape, resident, with LoRA adapters beside its weights, which are written to `base`."""
+    whole = stages.whole(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, stages=1)))
+    whole.save_pretrained(base)
+    fused = config.model.family == "mixtral"  # experts in one tensor get none
+    tune = Tune(
+        method="lora",
+        rank=random.Random(seed).choice([4, 16, 64]),
+        targets=("q_proj", "v_proj") if fused else (),
+    )
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, path=str(base)),
+        device=msgspec.structs.replace(config.device, executor="resident"),
+        tune=tune,
     )
 
 
