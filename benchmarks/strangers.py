@@ -118,6 +118,7 @@ class Attacker:
         self.standings: dict[m.Peer, m.Standing] = {}
         self.leader: m.Peer | None = None
         self.joins = False
+        self.answers = m.KnownAnswers()  # a joiner's, without which it is refused
         self.admitted = False
 
     async def listen(self) -> None:
@@ -151,7 +152,7 @@ class Attacker:
                 there = self.transport.name in [one.peer for one in view.members + view.joining]
                 self.admitted |= there
                 for peer in self.standings:
-                    self.transport.send(peer, m.Join())
+                    self.transport.send(peer, m.Join(answers=self.answers))
                 if there:
                     term = max(standing.term for standing in self.standings.values())
                     heartbeat = m.Heartbeat(term, view.number, view.step, False, epoch=view.epoch)
@@ -248,7 +249,7 @@ async def as_member(config: configuration.Config, invite: Invite, given: argpars
 
 async def attacked(directory: Path, invite: Invite, given: argparse.Namespace) -> list[Phase]:
     config = configuration.load(directory / "config.toml")
-    run, phases = Watched(directory, config.run.steps), []
+    run, phases, answers = Watched(directory, config.run.steps), [], known_answers(config)
 
     async def watch(phase: Phase, seconds: float) -> None:
         began_s, steps = time.monotonic(), run.steps()
@@ -260,6 +261,7 @@ async def attacked(directory: Path, invite: Invite, given: argparse.Namespace) -
         async with operator(config, invite) as (transport, found):
             attacker = Attacker(transport, found, given.kinds)
             attacker.joins = name == "joiner"
+            attacker.answers = answers
             tasks = [asyncio.create_task(attacker.listen()), asyncio.create_task(attacker.live())]
             until_s = time.monotonic() + 20.0
             while time.monotonic() < until_s and (attacker.view is None or (attacker.joins and not attacker.admitted)):
