@@ -111,9 +111,10 @@ class HuggingFaceStage:
         return y if self.document_end < 0 else with_borders(y, self._starts(x))
 
     def infer(self, x: Tensor, cache: DynamicCache | None) -> tuple[Tensor, DynamicCache]:
-        """The next positions of one text, as one document: `x` is tokens (1, L) or hidden states (1, L, D). Gives hidden states (1, L, D),
-        at the last stage the logits (1, V) of the last position; and `cache`, or a new one, with these positions."""
         cache = self._new_cache() if cache is None else cache
+        length, most = cache.get_seq_length() + x.shape[1], getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(most, int) and length > most:
+            raise ValueError(f"a text of {length} tokens is longer than the model's {most} positions")
         if self._widen is not None:
             x = self._widen(x)
         keywords = {"input_ids" if self.first else "inputs_embeds": x, "past_key_values": cache, "use_cache": True}
@@ -186,7 +187,7 @@ def build(
             block.forward = torch.compile(block.forward, dynamic=False)
     else:
         linear.prefer(model)
-    return _stage(model.to(device), blocks, config, stage)
+    return _stage(model.eval().to(device), blocks, config, stage)
 
 
 def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.SequentialStage:
@@ -198,13 +199,13 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.Sequenti
     blocks = _insert(model, parts, config, stage)
     adapters.narrow(model, config)
     adapters.attach(model, config)
-    return _stage(model, blocks, config, stage)
+    return _stage(model.eval(), blocks, config, stage)
 
 
 def _stage(model: PreTrainedModel, blocks: range, config: Config, stage: int) -> HuggingFaceStage:
     first, last = stage == 0, stage == config.run.stages - 1
     end = config.data.document_end
-    return HuggingFaceStage(model.eval(), first=first, last=last, document_end=end, blocks=blocks)
+    return HuggingFaceStage(model, first=first, last=last, document_end=end, blocks=blocks)
 
 
 def _insert(model: Any, parts: Parts, config: Config, stage: int) -> range:
@@ -289,8 +290,8 @@ class Parts:
 def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model without its parts, tested to pass hidden states on unchanged. ValueError: it cannot be cut."""
     hf = hf_config(config)
-    if config.run.stages > 1 and config.tune.method != "full":
-        hf.tie_word_embeddings = False  # a matrix that is frozen may lie at both ends
+    if config.run.stages > 1 and (config.tune.method != "full" or config.run.serve):
+        hf.tie_word_embeddings = False  # a matrix that is not trained may lie at both ends
     _refuse_tied(config, hf)
     cut(config.run, hf.num_hidden_layers)  # ValueError: no such cut
     model = on_meta(hf)
