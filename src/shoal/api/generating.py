@@ -22,7 +22,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config, settings
-from shoal.core.messages import MOST_SCORES
+from shoal.core.messages import MOST_SCORES, Peer
 from shoal.escaping import escaped, escaped_lines
 from shoal.launcher import reach
 from shoal.launcher.files import rundir, saved
@@ -219,6 +219,11 @@ class Swarm:
             f"{cost.requests} tokens, {cost.requests / max(self.seconds, 1e-9):.1f} per second; each took a round trip through"
             f" {self._entry.config.run.stages} stages, {cost.sent_bytes // each} bytes sent and {cost.received_bytes // each} received"
         )
+
+    @property
+    def route(self) -> tuple[Peer, ...]:
+        """Of the newest text, by stage."""
+        return self._client.client.route
 
     @property
     def replays(self) -> int:

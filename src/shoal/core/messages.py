@@ -890,7 +890,7 @@ class Measured(Wire, frozen=True):
 
 class Generate(Wire, frozen=True):
     """Client to the first replica of `route`: run these tokens of my text, whose first is at `position`, through all stages. Answers:
-    Passed of each replica but the last, which answers Predicted; or NotServed of the one where it ends."""
+    TextPending and Passed of each replica but the last, which answers Predicted; or NotServed of the one where it ends."""
 
     session: Count  # of the client: one text
     call: Count  # of the session: a higher one voids those before
@@ -918,6 +918,14 @@ class HiddenStates(Wire, frozen=True):
 
 class Passed(Wire, frozen=True):
     """Replica to client, a receipt: the stage is computed and its output sent on."""
+
+    session: Count
+    call: Count
+    stage: Stage
+
+
+class TextPending(Wire, frozen=True):
+    """Replica to client, twice a second: that request waits or runs here."""
 
     session: Count
     call: Count
@@ -957,7 +965,7 @@ Message = (
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
-    | Generate | HiddenStates | Passed | Predicted | NotServed
+    | Generate | HiddenStates | Passed | TextPending | Predicted | NotServed
 )  # fmt: skip
 
 BULK = (

@@ -204,7 +204,7 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
 
 
 def _refuse_dropout(hf: PreTrainedConfig, config: Config) -> None:
-    """ValueError: dropout, where something is trained. A backward pass recomputes the stage, maybe on another peer, and needs the same activations."""
+    """ValueError: dropout. A backward pass recomputes the stage, maybe on another peer, and needs the same activations."""
     drops = {
         name: value
         for name, value in hf.to_dict().items()

@@ -57,7 +57,7 @@ class TextClient:
     async def _look_up(self) -> None:
         """Where the peers are, until every stage is served."""
         now = time.monotonic()
-        if (self.client.stages_ready and self._looked_at > 0) or now < self._looked_at + LOOK_S:
+        if (self.client.ready and self._looked_at > 0) or now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
         await self._directory.announce()  # so that peers find the way back

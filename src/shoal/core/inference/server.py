@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Predicted,
     Send,
     Settings,
+    TextPending,
     Wire,
 )
 from shoal.core.names import key_of
@@ -36,6 +37,9 @@ from shoal.core.replica_state import TEXT, drop
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 
+PENDING_S = (
+    0.5  # between two messages that a request waits or runs: a client hears nothing else of a peer that computes
+)
 PATIENCE_S = 1.0  # that a request waits for hops of training: under full load one runs each second
 QUEUE = 16  # requests that wait, each with the tensor of MOST_POSITIONS at most
 SESSIONS = 256  # whose keys and values are kept
@@ -84,6 +88,7 @@ class InferenceServer:
         self._running: tuple[Infer, Request] | None = None
         self._kept: dict[str, Kept] = {}  # the least recently used first
         self._held: tuple[int, int] | None = None  # epoch and stage that those belong to
+        self._pending_at: float | None = None  # when the clients of what waits or runs are told so
         self._position_bytes = 0.0  # of keys and values, the most that was seen
 
     @property
@@ -91,7 +96,9 @@ class InferenceServer:
         waiting = next(iter(self._queue.values()), None) if self._running is None else None
         oldest = next(iter(self._kept.values()), None)
         return soonest(
-            None if waiting is None else waiting.since + PATIENCE_S, None if oldest is None else oldest.used_at + IDLE_S
+            self._pending_at,
+            None if waiting is None else waiting.since + PATIENCE_S,
+            None if oldest is None else oldest.used_at + IDLE_S,
         )
 
     # ----------------------------------------------------------------------------------------------------- requests
@@ -154,6 +161,10 @@ class InferenceServer:
                 commands += self._drop(request) + self._decline(request, kind, reason)
                 continue
             commands += self._start(request, now)
+        if self._running is None and not self._queue:
+            self._pending_at = None
+        elif self._pending_at is None:
+            self._pending_at = now + PENDING_S
         return commands
 
     def _settle(self) -> list[Command]:
@@ -268,7 +279,14 @@ class InferenceServer:
         return commands + self._decline(request, "refused", failed.reason) + self.go_on(now)
 
     def tick(self, now: float) -> list[Command]:
-        return self._forget([key for key, kept in self._kept.items() if now >= kept.used_at + IDLE_S])
+        commands = self._forget([key for key, kept in self._kept.items() if now >= kept.used_at + IDLE_S])
+        if self._pending_at is None or now < self._pending_at:
+            return commands
+        self._pending_at = now + PENDING_S
+        here = [*self._queue.values(), *([self._running[1]] if self._running is not None else [])]
+        return commands + [
+            Send(one.client, TextPending(one.message.session, one.message.call, one.stage)) for one in here
+        ]
 
     # ------------------------------------------------------------------------------------------------------- words
 

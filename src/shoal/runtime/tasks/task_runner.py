@@ -69,7 +69,6 @@ from shoal.runtime.tasks.lane import Lane
 from shoal.runtime.tasks.outgoing import Outgoing
 from shoal.runtime.tasks.seat import Download, Seat, Snapshots
 from shoal.runtime.tasks.sums import Sums
-from shoal.runtime.tasks.texts import Texts
 from shoal.traffic import StoredBytes
 from shoal.transport.base import Blob
 
@@ -112,7 +111,6 @@ class TaskRunner:
         emulated = config.device.executor == "emulated"
         self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
         self._snapshots = Snapshots()
-        self._texts = Texts()
         self._download = Download()
         self._failures = Failures(config)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
@@ -216,11 +214,8 @@ class TaskRunner:
         match task:
             case Fetch() | RunForward() | RunBackward():
                 return self._hop(task, take)
-            case Infer():
-                return self._infer(task, take)
-            case Forget():
-                self._texts.forget(task.sessions)
-                return Result()
+            case Infer() | Forget():
+                return self._serve(task, take)
             case Cut() | AddRow() | Add() | Gather() | Apply() | Reset():
                 return self._round(task, take)
             case Init() | Import() | Blend():
@@ -300,11 +295,14 @@ class TaskRunner:
         held = self._outgoing.put(grad_x, self._config.network.gradients)
         return msgspec.structs.replace(result, nbytes=self._keep(task.out, held).nbytes)
 
-    def _infer(self, task: Infer, take: Take) -> Result:
+    def _serve(self, task: Infer | Forget, take: Take) -> Result:
         seat = self._seated()
+        if isinstance(task, Forget):
+            seat.texts.forget(task.sessions)
+            return Result()
         if seat.stage != task.stage:
             raise ValueError(f"stage {seat.stage} is here, not stage {task.stage}")
-        result, y = self._texts.run(task, seat.executor, take(task.x) if task.x else None)
+        result, y = seat.texts.run(task, seat.executor, take(task.x) if task.x else None)
         if task.out:
             self._keep(task.out, y.to("cpu"))
         return result
@@ -399,7 +397,6 @@ class TaskRunner:
         self._seat = None  # two stages may not fit beside each other
         self._sums.void(seat=True)
         self._snapshots.clear()
-        self._texts.clear()
         try:
             executor = self._make(self._config, task.stage)
         except ValueError as error:

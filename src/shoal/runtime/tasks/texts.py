@@ -14,13 +14,10 @@ from shoal.executor.base import Executor, infer
 
 
 class Texts:
-    """By session. They belong to the stage that is served: call `clear` when it changes."""
+    """By session, of the stage that is served."""
 
     def __init__(self) -> None:
         self._caches: dict[str, Any] = {}
-
-    def clear(self) -> None:
-        self._caches.clear()
 
     def forget(self, sessions: tuple[str, ...]) -> None:
         for session in sessions:

@@ -217,8 +217,7 @@ class TaskRunner:
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self.unlike = False  # its optimizer has other bits than the others'
-        self._after = after
-        self._now = now
+        self._times = after, now
         self.stage = -1
         self.version = -1
         self.digest = ""
@@ -232,8 +231,9 @@ class TaskRunner:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
         inputs = [self._find(name, type(task).__name__) for name in task.reads]
         seconds = self.pace.seconds(task, inputs, self.world.length(self.stage))
-        wait_s = self.pace.wait_s(task, seconds, self._now())
-        self._after(wait_s, self._end, (task, inputs, seconds, ends))
+        after, now = self._times
+        wait_s = self.pace.wait_s(task, seconds, now())
+        after(wait_s, self._end, (task, inputs, seconds, ends))
 
     def _find(self, name: str, user: str) -> Blob:
         blob = self.blobs.get(name)
