@@ -6,13 +6,25 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from tests.chats import IDS, a_tokenizer
-from tests.e2e.test_run import LONG_S, Start, alive, children, end, start, wait_for
+from tests.e2e.test_run import (
+    LONG_S,
+    Start,
+    alive,
+    assert_balanced,
+    children,
+    end,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
 from tests.model.test_families import of_family
 
 from shoal.api.generating import Sampling, Swarm, door
@@ -53,13 +65,13 @@ def expected(checkpoint: Path, tokens: list[int]) -> list[int]:
     return added
 
 
-def serving(directory: Path) -> bool:
-    """Every stage has two replicas."""
+def serving(directory: Path, stages: Sequence[int] = (0, 0, 1, 1, 2, 2)) -> bool:
+    """Peers of these stages are ready."""
     status = directory / "status.json"
     if not status.exists():
         return False
     peers = json.loads(status.read_bytes())["peers"]
-    return sorted(peer["stage"] for peer in peers if peer["ready"]) == [0, 0, 1, 1, 2, 2]
+    return sorted(peer["stage"] for peer in peers if peer["ready"]) == list(stages)
 
 
 def kill(directory: Path, peer: Peer) -> None:
@@ -119,6 +131,8 @@ def test_a_chat_is_written_by_the_tokenizers_template_and_refused_without_one(st
     assert "its tokenizer has no chat template" in refused
     a_tokenizer(checkpoint)
     server = start("serve", "model", "run.peers=3", "network.discovery=gossip")
+    directory = tmp_path / "runs/serve-model"
+    wait_for(lambda: server.poll() is not None or serving(directory, [0, 1, 2]))
     answers = [
         end(start("chat", place, "--temperature", "0", "--tokens", "8", stdin="hello\nand then?\n"))
         for place in ("model", "runs/serve-model")
@@ -128,3 +142,22 @@ def test_a_chat_is_written_by_the_tokenizers_template_and_refused_without_one(st
     too_long = end(start("generate", "runs/serve-model", long), code=2)
     assert "the model has 128 positions" in too_long
     ended(server)
+
+
+def test_a_run_that_trains_continues_a_text_and_its_losses_stay_the_same(start: Start, tmp_path: Path) -> None:
+    settings = ("run.steps=60", "data.sequence=64")
+    end(start("run", "tiny.toml", *settings))
+    undisturbed = summary(tmp_path)
+    launcher = start("run", "tiny.toml", *settings)
+    wait_for(lambda: launcher.poll() is not None or 1 <= steps_done(tmp_path) < 60)
+    entry = door(str(tmp_path / "runs/tiny"))
+    assert entry is not None
+    added: list[int] = []
+    with Swarm(entry) as swarm:
+        swarm.generate(list(b"hello"), msgspec.structs.replace(GREEDY, tokens=5), added.append)
+        assert launcher.poll() is None and steps_done(tmp_path) < 60, "it trained all the while"
+    assert len(added) == 5
+    end(launcher)
+    account = summary(tmp_path)
+    assert_balanced(account, 60)
+    assert account["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)

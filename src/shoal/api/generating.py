@@ -167,7 +167,12 @@ def door(place: str, tokenizer: str = "") -> Door | None:
     if (directory / "authority.key").exists():
         config = configuration.load(directory / "config.toml")
         authority = Authority.load(directory / "authority.key")
-        addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
+        listening = directory / "bootstrap.json"
+        if not listening.exists():
+            raise ValueError(
+                f"{place}: none of its peers listens yet; try again when it says that it trains, or serves"
+            )
+        addresses = msgspec.json.decode(listening.read_bytes(), type=tuple[str, ...])
         invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
         named = tokenizer or (config.model.path if config.run.serve else config.data.tokenizer)
         return Door(config, invite, Office(directory, authority).pass_list(), named)
@@ -262,6 +267,7 @@ class Swarm:
         transport, directory = await self._stack.enter_async_context(way)
         self._client = TextClient(transport, directory, settings(entry.config), Random(), say)
         self._stack.callback(self._client.close)
+        await self._client.ready()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -42,6 +42,13 @@ class TextClient:
         """Another text."""
         self.client = Client(self._transport.name, self._settings, self._rng)
 
+    async def ready(self) -> None:
+        """Until every stage is served, as far as is known."""
+        self._carry_out(self.client.wait())
+        while not self.client.ready:
+            await self._look_up()
+            await self._step()
+
     async def next(self, tokens: tuple[int, ...], scores: int) -> Predicted:
         """The `scores` likeliest tokens after `tokens`. Waits while the run lacks a peer. ValueError: the peers refuse the text."""
         client = self.client

@@ -195,7 +195,7 @@ class Client:
         if self._under_way is not None:
             lost = self._lost()
             return self._replay(f"{lost[0]} has left the run", now) if lost else []
-        return self._go_on(now) if self._retry_at is None else []
+        return self.wait() + (self._go_on(now) if self._retry_at is None else [])
 
     def _lost(self) -> list[Peer]:
         """Peers of the route that do not serve their stage any more."""
@@ -218,11 +218,9 @@ class Client:
         text = self._text
         if not text.wanted or self._under_way is not None:
             return []
-        if self._peers.view is None:
-            return self._wait("the run's peers")
-        if unserved := self._peers.unserved:
-            return self._wait(f"a peer that serves stage {unserved[0]}")
-        commands = self._wait("")
+        commands = self.wait()
+        if not self.ready:
+            return commands
         if not text.done or self._lost():
             self.route, text.done = self._choose(now), 0
         if not self.route:
@@ -282,8 +280,11 @@ class Client:
     def _patience(self, way: UnderWay) -> float:
         return self._routes.patience(self.route[way.reached], 1.0)
 
-    def _wait(self, what: str) -> list[Command]:
-        """Say once what is waited for."""
+    def wait(self) -> list[Command]:
+        """Say once what is waited for, if anything is."""
+        what = "the run's peers"
+        if self._peers.view is not None:
+            what = f"a peer that serves stage {self._peers.unserved[0]}" if self._peers.unserved else ""
         if what == self._waits_for:
             return []
         self._waits_for = what
