@@ -136,7 +136,8 @@ def hidden_size(config: Config) -> int:
         return int(hidden)
     if config.model.path:
         fields = json.loads((Path(config.model.path) / "config.json").read_text())
-        return int((fields["model"] if fields.get("model_type") == MODEL_TYPE else fields)["hidden_size"])
+        width = (fields["model"] if fields.get("model_type") == MODEL_TYPE else fields).get("hidden_size")
+        return int(hf_config(config).hidden_size if width is None else width)  # families such as gpt2 call it otherwise
     return config.model.hidden_size
 
 
