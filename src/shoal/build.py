@@ -80,6 +80,13 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
     if config.device.executor == "emulated":
         return TaskRunner(config, None, _store(config, run))
+    if config.run.serve:
+        from shoal import executor
+        from shoal.model import stages
+
+        stages.check(config)
+        executor.check(config)
+        return TaskRunner(config)
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 

@@ -63,8 +63,9 @@ def files(config: Config) -> Iterator[str]:
     """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
-        yield from data(config.data)
-        yield from tokenizer(config)
+        if not config.run.serve:
+            yield from data(config.data)
+            yield from tokenizer(config)
 
 
 # --------------------------------------------------------------------------------------------------------------- data
