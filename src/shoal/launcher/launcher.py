@@ -91,9 +91,11 @@ class Launcher:
 
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
-        if self.job.plan is None:
-            return reach.private(self.config, self.job.here) if self.authority is not None else self.config
-        return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        if self.job.plan is not None:
+            config = plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        else:
+            config = reach.private(self.config, self.job.here) if self.authority is not None else self.config
+        return reach.founding(config, self.directory, number, self._warn) if self.authority is not None else config
 
     def _warn(self, text: str) -> None:
         self.watch.tell("trouble", text, time.monotonic())

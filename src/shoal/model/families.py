@@ -35,8 +35,8 @@ PACKED = frozenset("llama qwen3 mistral gemma2 gemma3_text phi3 olmo2 smollm3 gp
 # What families call the field of THEIRS.
 ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
-# transformers imports torchao where it is installed, which logs GPU libraries that do not load.
-for _name in ("torchao", "torch.utils._pytree"):
+# transformers and PEFT import these where they are installed, which log GPU libraries that do not load.
+for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
