@@ -116,7 +116,7 @@ def test_greedy_text_is_that_of_transformers_though_two_peers_of_its_route_are_k
     told = subprocess_output(start("generate", "runs/serve-model", PROMPT, *options))
     assert subprocess_output(start("generate", "model", PROMPT, *options)) in told
     assert "through the peers of run 'serve-model'" in told and "a round trip through 3 stages" in told
-    assert "texts are served no more: interrupted" in ended(server)
+    assert "serving ended: interrupted" in ended(server)
 
 
 def subprocess_output(process: subprocess.Popen[str]) -> str:

@@ -198,8 +198,7 @@ class Launcher:
     def _conclude(self) -> Outcome:
         if self.config.run.serve and self.authority is not None:
             summary = self.watch.summary(time.monotonic(), self.early)
-            code = ExitCode.INTERRUPTED if self.interrupted else ExitCode.FAILED
-            return Outcome(code, summary, escaped_lines(f"texts are served no more: {self.early}"))
+            return Outcome(self._exit_code(summary, False), summary, escaped_lines(f"serving ended: {self.early}"))
         finished = self.watch.finished and not self.watch.failed
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         if self.authority is None:
@@ -271,21 +270,18 @@ class Launcher:
 
     async def _welcome(self, terminal: Terminal) -> None:
         """Where peers of other machines are expected, print how they join; on a guest's machine, where it is reached."""
-        missing = self.config.run.peers - self.job.here
         while not self.crew.addresses:
             await asyncio.sleep(SHOW_S)
-        await self._invite_guests(terminal, missing)
+        await self._invite_guests(terminal, self.config.run.peers - self.job.here)
         while not self.watch.started:
             await asyncio.sleep(SHOW_S)
         if self.config.run.serve:
-            words = f'shoal generate {self.directory} "a few words", or shoal chat {self.directory}'
-            terminal.say(f"every stage is served; for texts, while this command lasts: {words}")
+            terminal.say(reach.serving(self.directory))
 
     async def _invite_guests(self, terminal: Terminal, missing: int) -> None:
         if self.authority is None:
-            self.watch.tell(
-                "network", f"this machine is reached at {reach.reached(self.crew.addresses)}", time.monotonic()
-            )
+            where = reach.reached(self.crew.addresses)
+            self.watch.tell("network", f"this machine is reached at {where}", time.monotonic())
         if self.authority is None or missing <= 0:
             return
         self._write_lists()

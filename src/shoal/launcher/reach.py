@@ -82,6 +82,12 @@ def refuse_private(config: Config, addresses: Sequence[str]) -> None:
         )
 
 
+def serving(directory: Path) -> str:
+    """What to do with a swarm whose stages are all served."""
+    words = f'shoal generate {directory} "a few words", or shoal chat {directory}'
+    return f"every stage is served; for texts, while this command lasts: {words}"
+
+
 def reached(addresses: Sequence[str]) -> str:
     return ", ".join(hosts(addresses))
 
