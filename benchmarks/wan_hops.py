@@ -25,7 +25,9 @@ from typing import Any
 import overhead
 from report import at_least, parse, report
 from shoal import config as configuration
+from shoal import trace, units
 from shoal.config import Config
+from wan.account import Counters, account, read, table
 from wan.lab import Lab, Topology, missing
 from wan_bulk import LINES, plain_Bps
 
@@ -57,6 +59,14 @@ def run(lab: Lab, folder: Path, words: list[str], device: list[str]) -> dict[str
     directory = folder / "runs/lab"
     steps = [json.loads(line) for line in (directory / "commits.jsonl").read_bytes().splitlines()]
     return {"commits": steps, **json.loads((directory / "summary.json").read_bytes())}
+
+
+def traced(folder: Path, host: str, topology: Topology) -> Path:
+    return trace.find((folder if host == topology.hosts[0] else folder / host) / "runs/lab")
+
+
+def delay_s(topology: Topology) -> float:
+    return units.parse(topology.path[0].delay, "_s")
 
 
 def wait_for_invite(log: Path, process: subprocess.Popen[Any]) -> str:
@@ -94,7 +104,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, Lab(topology) as lab:
         folder = asked.logs or Path(temporary)
         socket_Bps = plain_Bps(lab)
-        result = run(lab, folder, words, device)
+        with Counters(lab) as counters:
+            result = run(lab, folder, words, device)
+        hosts = read({host: traced(folder, host, topology) for host in topology.hosts}, delay_s(topology))
+        rows = account(hosts, counters, socket_Bps, 4 * asked.values)
+        print(table(rows), file=sys.stderr, flush=True)
     commits = result["commits"]
     seconds = commits[-1]["heard_s"] - commits[0]["heard_s"]
     rate = result["committed"] * (len(commits) - 1) / len(commits) / seconds
@@ -109,6 +123,7 @@ def main() -> None:
         "microbatches_per_s": round(rate, 3),
         "bound": round(most, 3),
         "plain_MBps": round(socket_Bps / 1e6, 1),
+        "uplinks": rows,
         **{key: result[key] for key in ("committed", "redone", "lost", "counted_twice")},
     }
     report("hops over real lines", rate / most, "of the plain socket's bound", at_least(WANTED), setting, asked.record)
