@@ -50,7 +50,9 @@ class Counters:
 
     def _sample(self) -> None:
         while not self._over.wait(EVERY_S):
-            self.samples.append((time.monotonic(), {host: self._lab.counted(host) for host in self._lab.topology.hosts}))
+            self.samples.append(
+                (time.monotonic(), {host: self._lab.counted(host) for host in self._lab.topology.hosts})
+            )
 
 
 class Host(msgspec.Struct):
@@ -105,7 +107,9 @@ def _tensor(message: BoundaryTensor) -> tuple[int, int, int, bool]:
     return message.step, message.index, message.stage, message.gradient
 
 
-def account(hosts: dict[str, Host], counters: Counters, plain_Bps: float, tensor_bytes: int) -> dict[str, dict[str, float]]:
+def account(
+    hosts: dict[str, Host], counters: Counters, plain_Bps: float, tensor_bytes: int
+) -> dict[str, dict[str, float]]:
     """By host: seconds of a step, in the mean of all steps but the first and the last."""
     steps = sorted(set.intersection(*(set(host.begins) for host in hosts.values())))
     inner = steps[1:-1] or steps[:-1]

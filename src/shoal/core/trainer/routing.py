@@ -7,10 +7,10 @@ its ban.
 
 What we changed: a timeout is a slow sample and not a ban. A ban is bounded, and ends with one probation request. Busy is back-pressure.
 Deadlines follow the median of measured times, since the first answer of a stage may be of a peer that was stopped. The last replicas of
-a stage are used even when banned. And the peer that is expected to answer first is chosen, by what this trainer has in progress there:
-an answer reports the queue that its request met, and where a link or a stage is full that was long ago, so that all trainers would choose the same
-peer and shares would oscillate (docs/design/2026-11-22-least-loaded.md). Virtual time breaks ties. Of peers that are about as quick the microbatch's
-index chooses, so that the trainers' choices together are even, too (docs/design/2026-11-23-turns.md).
+a stage are used even when banned. And the peer that is expected to answer first is chosen, by what this trainer has in progress there: an
+answer reports the queue that its request met, and where a link or a stage is full that was long ago, so that all trainers would choose the
+same peer and shares would oscillate (docs/design/2026-11-22-least-loaded.md). Virtual time breaks ties. Of peers that answer about as soon
+the microbatch's index chooses, so that the trainers' choices together are even, too (docs/design/2026-11-23-turns.md).
 
 What to send is microbatch.py's business, attempts are trainer.py's.
 """
@@ -172,11 +172,15 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
-        self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]  # by stage, in the same order at every trainer
+        self._turns: list[list[Peer]] = [
+            [] for _ in range(settings.stages)
+        ]  # by stage, in the same order at every trainer
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:
         stage_of = {member.peer: member.stage for member in members}
-        self._turns = [sorted(peer for peer in stage_of if stage_of[peer] == stage) for stage in range(len(self._turns))]
+        self._turns = [[] for _ in self._turns]
+        for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
+            self._turns[member.stage].append(member.peer)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for peer, stage in stage_of.items():
@@ -198,8 +202,9 @@ class Routes:
         """The replica for a hop of that size, which is charged for it, and the reason; None while all are busy (see `wake`), or without
         replicas.
 
-        The one expected to answer first, with this `load`; of about equal ones the one whose turn it is with microbatch `index`. `home` is waited for while it is busy, and skipped when it
-        is banned; `planned` is chosen if it is in good standing; `avoid` is skipped if another replica is ready."""
+        The one expected to answer first, with this `load`; of about equal ones the one whose turn it is with microbatch `index`.
+        `home` is waited for while it is busy, and skipped when it is banned; `planned` is chosen if it is in good standing; `avoid` is
+        skipped if another replica is ready."""
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
