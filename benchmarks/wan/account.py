@@ -5,18 +5,21 @@ A second of an uplink is busy as far as its bytes fill a plain socket's rate. Wh
     commit      every microbatch is booked: averaging, agreeing, and the view that begins the next step
     fill        this host has made no tensor of the step yet
     drain       the last tensor that it makes in this step has left
-    receiver    tensors wait here while the line of one of their receivers is full
-    transport   tensors wait here and neither end's line is full
+    receiver    bytes wait here while the line of one of their receivers is full
+    transport   bytes wait here and neither end's line is full
     compute     nothing waits here, a hop is running
     starved     nothing waits and nothing runs: the next input has not arrived, or another replica serves it
 
-`uneven` is no idle time: what this host serves beyond its stage's mean takes its line so long.
+Bytes wait where tensors were to be sent and the line has not carried them yet. `uneven` is no idle time: what this host serves beyond
+its stage's mean takes its line so long. `down` is how long its downlink is busy, `late` how long that is idle while tensors are under
+way to it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from pathlib import Path
 
@@ -28,7 +31,9 @@ from wan.lab import Lab
 
 EVERY_S = 0.05
 FULL = 0.85  # of a plain socket's rate, over a quarter of a second: a line that carries this much is full
-CAUSES = ("busy", "commit", "fill", "drain", "receiver", "transport", "compute", "starved")
+CAUSES = ("busy", "commit", "fill", "drain", "receiver", "transport", "compute", "starved", "down", "late")
+FRAMING = 1.035  # bytes on the line for one of a tensor: TLS, TCP and IP, and what is sent twice
+LEAST_PART = 0.1  # of a tensor: less than this does not wait
 Spans = list[tuple[float, float]]
 
 
@@ -66,7 +71,23 @@ class Host(msgspec.Struct):
     stage: int = 0
 
 
-def read(traces: dict[str, Path], delay_s: float) -> dict[str, Host]:
+class Carried:
+    """How much of what was to be sent the line has not carried yet; it begins anew when everything has arrived."""
+
+    def __init__(self, sent: Spans, tensor_bytes: int) -> None:
+        self._asked = sorted(start for start, _ in sent)
+        self._left = sorted(end for _, end in sent)
+        self._tensor_bytes = tensor_bytes
+        self._bytes = 0.0
+
+    def waiting(self, now: float, nbytes: int) -> bool:
+        asked, left = bisect_right(self._asked, now), bisect_right(self._left, now)
+        self._bytes = max(self._bytes + nbytes / FRAMING, float(left * self._tensor_bytes))
+        self._bytes = min(self._bytes, float(asked * self._tensor_bytes))
+        return asked * self._tensor_bytes - self._bytes > LEAST_PART * self._tensor_bytes
+
+
+def read(traces: dict[str, Path], delays_s: dict[tuple[str, str], float]) -> dict[str, Host]:
     hosts = {host: Host() for host in traces}
     host_of: dict[str, str] = {}
     asked: dict[tuple[object, ...], tuple[float, str]] = {}
@@ -98,8 +119,9 @@ def read(traces: dict[str, Path], delay_s: float) -> dict[str, Host]:
     for key, (start, source) in asked.items():
         end, target = arrived.get(key, (start, ""))
         if target and target != source:
-            hosts[source].sent[key[2][0]].append((start, end - delay_s))  # type: ignore[index]
-            hosts[source].receivers.append((start, end - delay_s, target))
+            left = end - delays_s[source, target]
+            hosts[source].sent[key[2][0]].append((start, left))  # type: ignore[index]
+            hosts[source].receivers.append((start, left, target))
     return hosts
 
 
@@ -117,15 +139,23 @@ def account(
     for step in inner:
         start, end = (min(host.begins[each] for host in hosts.values()) for each in (step, step + 1))
         booked = max(max(host.booked[step]) for host in hosts.values())
+        carried = {name: Carried(host.sent[step], tensor_bytes) for name, host in hosts.items()}
         for (before, old), (now, new) in zip(counters.samples, counters.samples[1:], strict=False):
             if not start <= now < end:
                 continue
             full = _full(counters, now, plain_Bps)
+            coming = {
+                target for host in hosts.values() for since, left, target in host.receivers if since <= now < left
+            }
             for name, host in hosts.items():
                 busy_s = min((new[name][0] - old[name][0]) / plain_Bps, now - before)
                 row = rows[name]
                 row["busy"] += busy_s
-                row[_cause(host, step, now, booked, full)] += now - before - busy_s
+                waiting = carried[name].waiting(now, new[name][0] - old[name][0])
+                row[_cause(host, step, now, booked, full, waiting)] += now - before - busy_s
+                down_s = min((new[name][1] - old[name][1]) / plain_Bps, now - before)
+                row["down"] += down_s
+                row["late"] += now - before - down_s if name in coming else 0.0
     for name, host in hosts.items():
         served = {other: sum(len(hosts[other].booked[step]) for step in inner) for other in hosts}
         replicas = [other for other in hosts if hosts[other].stage == host.stage]
@@ -136,7 +166,7 @@ def account(
     return rows
 
 
-def _cause(host: Host, step: int, now: float, booked: float, full: set[str]) -> str:
+def _cause(host: Host, step: int, now: float, booked: float, full: set[str], waits: bool) -> str:
     sent = host.sent[step]
     if now > booked:
         return "commit"
@@ -144,9 +174,9 @@ def _cause(host: Host, step: int, now: float, booked: float, full: set[str]) -> 
         return "fill"
     if now > max(end for _, end in sent):
         return "drain"
-    waiting = {target for start, end, target in host.receivers if start <= now < end}
-    if waiting:
-        return "receiver" if waiting & full else "transport"
+    if waits:
+        targets = {target for start, end, target in host.receivers if start <= now < end}
+        return "receiver" if targets & full else "transport"
     return "compute" if any(start <= now < end for start, end in host.hops) else "starved"
 
 
