@@ -1449,7 +1449,7 @@ class Settings(msgspec.Struct, frozen=True):
     steps: int  # the run ends when this many steps are committed
     first_step: int = 0  # a resumed run starts here
     peers: int = 1  # training starts when this many have joined and every stage is served
-    inflight: int = 4  # microbatches a trainer drives at once
+    inflight: int = 4  # microbatches a trainer drives at once; 0: as many as fill the lines
     queue_limit: int = 16  # tasks a server holds before it answers Busy
     activation_store_bytes: int = 1 << 32  # of boundary tensors a server keeps before it answers Busy
     save_every: int = 0  # steps between checkpoints; 0: only at the end

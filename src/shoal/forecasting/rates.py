@@ -179,7 +179,7 @@ class Aggregated:
         compute_s = float((np.bincount(at, own_s, minlength=stages) / np.bincount(at, minlength=stages)).sum())
         line_s = float(np.mean(1.0 / self._rates.line_Bps[self._rates.kind_of[members]]))
         trip_s = compute_s + 2 * (2 * stages - 1) * delay_s + self._moved_bytes * line_s
-        return math.ceil(microbatches / len(members)) / job.seats.inflight * trip_s
+        return math.ceil(microbatches / len(members)) / job.seats.most_inflight * trip_s
 
     def _averaging_s(self, composition: Composition) -> float:
         """The slowest stage's reduce-scatter and all-gather, at even shares on its narrowest line."""

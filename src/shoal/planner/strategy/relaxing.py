@@ -37,7 +37,10 @@ def relaxes(problem: Problem, changed: Problem) -> bool:
     """Is everything that the changed problem asks the same, and its machines at least as many, fast, large and near?"""
     work = msgspec.structs.replace(changed.work, inflight=problem.work.inflight)
     alike = msgspec.structs.replace(changed, cluster=problem.cluster, work=work) == problem
-    return alike and changed.work.inflight >= problem.work.inflight and _covers(problem.cluster, changed.cluster)
+    fixed = bool(problem.work.inflight) == bool(changed.work.inflight)
+    return (
+        alike and fixed and changed.work.inflight >= problem.work.inflight and _covers(problem.cluster, changed.cluster)
+    )
 
 
 def _covers(cluster: Cluster, other: Cluster) -> bool:
@@ -72,8 +75,9 @@ def sensitivities(
         "delay / 2": replace(problem, cluster=cluster.scaled(delay=0.5)),
         "memory x2": replace(problem, cluster=cluster.scaled(memory=2)),
         "peers x2": replace(problem, cluster=cluster.of_size(2 * len(cluster.devices))),
-        "inflight x2": replace(problem, work=replace(work, inflight=2 * work.inflight)),
     }
+    if work.inflight:
+        changes["inflight x2"] = replace(problem, work=replace(work, inflight=2 * work.inflight))
     if not problem.emulated_s:
         changes["speed x2"] = replace(problem, cluster=cluster.scaled(flops=2))
     rows = []
