@@ -17,14 +17,14 @@ import argparse
 import statistics
 from random import Random
 
+import msgspec
 import numpy as np
 
 from report import at_most, parse, report
-from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.core.messages import Add, Apply, Cut, Fetch, Gather, Settings
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.forecaster import Run
-from shoal.forecasting.job import SCAN_BEATS, Job, Patience
+from shoal.forecasting.job import Job, Patience
 from shoal.forecasting.machines import grouped
 from shoal.forecasting.rates import Aggregated, Played
 from shoal.planner.inputs.cluster import Cluster, Device
@@ -36,6 +36,7 @@ from shoal.sim.tasks.task_runner import SECONDS
 
 WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
 BACKWARD, HEARTBEAT_S = 2.0, 0.5
+DETECTION_S, ENTRY_S = 2.4, 1.2  # what the even seeds of --steps 24 take on average
 JITTER = 1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py)
 ROUND_S = sum(SECONDS[kind] for kind in (Fetch, Cut, Add, Gather, Apply))
 Changes = list[tuple[float, int, bool]]  # seconds, peer, joins
@@ -65,12 +66,15 @@ def drawn(seed: int, steps: int) -> tuple[Case, float]:
         heartbeat_timeout_s=8 * HEARTBEAT_S,
         seats=tuple(peer % stages for peer in range(peers)),
     )
+    speeds = tuple(2 ** rng.uniform(-0.5, 0.5) for _ in range(peers))
+    hop_s = [max(speeds[stage::stages]) * forward_s * (1 + BACKWARD) for stage in range(stages)]
+    settings = msgspec.structs.replace(settings, stage_seconds=tuple(hop_s))
     case = Case(
         scenario=Scenario(name="fleet", delay_s=(delay_s, delay_s), backward=BACKWARD, finish_s=1e6, progress_s=1e5),
         seed=seed,
         settings=settings,
         peers=peers,
-        speeds=tuple(2 ** rng.uniform(-0.5, 0.5) for _ in range(peers)),
+        speeds=speeds,
         forward_s=forward_s,
         messages=Messages(),
         happenings=Happenings(),
@@ -116,7 +120,8 @@ def job_of(case: Case, delay_s: float) -> Job:
         seats=seats,
         state_bytes=(float(STATE * FP32 * values),) * stages,
         tokens=1,
-        patience=Patience(HEARTBEAT_S, (DOUBT_BEATS + SCAN_BEATS / 2) * HEARTBEAT_S),
+        steps=settings.steps,
+        patience=Patience(HEARTBEAT_S, 8 * HEARTBEAT_S, DETECTION_S, entry_s=ENTRY_S),
         round_s=ROUND_S,
     )
 

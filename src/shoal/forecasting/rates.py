@@ -11,6 +11,8 @@ Another way to train (GPipe, a static pipeline) is another StepModel.
 from __future__ import annotations
 
 import math
+from itertools import islice
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from shoal.core.allreduce.layout import row_lengths
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
-from shoal.planner.prediction.averaging import averaging
+from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
 from shoal.planner.prediction.step import predict
 
@@ -37,6 +39,7 @@ class StepTime(msgspec.Struct, frozen=True):
     agreeing_s: float
     compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
     stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
+    reduced_s: tuple[float, ...] = ()  # of averaging_s: when a replica of each stage has all sums, on average; (): at the end
 
     @property
     def step_s(self) -> float:
@@ -104,7 +107,8 @@ class Played:
             free = [iter(slots) for slots in self._slots_of]
             slots = [next(free[kind]) for _, kind in key]
             seats = seats_of(job, [kind for _, kind in key], tuple(stage for stage, _ in key))
-        step = predict(seats, job.machines.cluster(slots), np.random.default_rng(PLAY_SEED))
+        cluster = job.machines.cluster(slots)
+        step = predict(seats, cluster, np.random.default_rng(PLAY_SEED))
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         compute = self._rates.of_stages(self._rates.compute, composition, job.stages)
@@ -115,7 +119,14 @@ class Played:
             step.agreeing_s,
             min(job.microbatches / float(compute.min()), step.microbatches_s),
             tuple(rates.tolist()),
+            self._reduced_s(seats, cluster),
         )
+
+
+    def _reduced_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
+        ends_s = iter(averaging_ends(seats, cluster)[0])
+        groups = [list(islice(ends_s, len(seats.replicas(stage)))) for stage in range(seats.stages)]
+        return tuple(fmean(group) for group in groups)
 
 
 def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
