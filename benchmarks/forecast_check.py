@@ -39,6 +39,7 @@ BACKWARD, HEARTBEAT_S = 2.0, 0.5
 DETECTION_S, ENTRY_S = 2.4, 1.2  # what the even seeds of --steps 24 take on average
 JITTER = 1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py)
 ROUND_S = sum(SECONDS[kind] for kind in (Fetch, Cut, Add, Gather, Apply))
+SAVE_EVERY = 4  # steps
 Changes = list[tuple[float, int, bool]]  # seconds, peer, joins
 
 
@@ -59,7 +60,7 @@ def drawn(seed: int, steps: int) -> tuple[Case, float]:
         steps=steps,
         peers=peers,
         inflight=rng.choice((2, 4)),
-        save_every=0,
+        save_every=SAVE_EVERY,
         home=stages == 1,
         save_last=False,
         heartbeat_s=HEARTBEAT_S,
@@ -121,6 +122,7 @@ def job_of(case: Case, delay_s: float) -> Job:
         state_bytes=(float(STATE * FP32 * values),) * stages,
         tokens=1,
         steps=settings.steps,
+        save_every=SAVE_EVERY,
         patience=Patience(HEARTBEAT_S, 8 * HEARTBEAT_S, DETECTION_S, entry_s=ENTRY_S),
         round_s=ROUND_S,
     )

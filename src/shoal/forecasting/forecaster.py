@@ -21,7 +21,7 @@ from shoal.core.messages import Peer
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.crew import Crew, slot_of
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import StepModel, StepTime
+from shoal.forecasting.rates import StepModel, StepTime, trip_s
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second
@@ -105,6 +105,7 @@ class Run:
         self._hash = hashlib.sha256()
         self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
         self._time: StepTime | None = None
+        self._trip_s = trip_s(job)
 
     def play(
         self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
@@ -213,7 +214,7 @@ class Run:
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
-            crew.die(peer, self.now, self.progress.passed, self._reported())
+            crew.die(peer, self.now, self.progress.passed, () if peer == crew.leader else self._reported())
             self._look()
 
     def _evict(self) -> None:
@@ -241,7 +242,15 @@ class Run:
         if progress.phase is Phase.COMPUTING:
             for one in lost:
                 self._redo(one.member.stage, one.share * one.passed)
+                self._take_over(one.passed, len(crew.members) + 1)
             self._move(progress.passed)
+
+    def _take_over(self, passed: float, members: int) -> None:
+        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books and begin."""
+        progress = self.progress
+        if passed < 1:
+            progress.passed = min(progress.passed, 1 - (1 - passed) / members)
+            progress.redo_s = max(progress.redo_s, self.now + 2 * self.job.delay_s + self._trip_s)
 
     def _reported(self) -> list[int]:
         """Stages that have done their part of the open round."""
@@ -257,8 +266,9 @@ class Run:
         """That share of the step's microbatches. Books are asked for, then a replica that has the input is."""
         job, progress = self.job, self.progress
         progress.redo[stage] += share * job.microbatches
-        trip_s = 4 * float(job.machines.delay_s.mean()) + float(job.hop_s[:, stage].mean())
-        progress.redo_s = max(progress.redo_s, self.now + trip_s)
+        if share:
+            alone_s = 4 * job.delay_s + float(job.hop_s[:, stage].mean())
+            progress.redo_s = max(progress.redo_s, self.now + alone_s)
 
     def _enter(self) -> None:
         """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""

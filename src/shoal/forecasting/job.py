@@ -60,6 +60,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.seats.microbatches
 
     @property
+    def delay_s(self) -> float:
+        """Of a message between two machines, on average over kinds."""
+        return float(self.machines.delay_s.mean())
+
+    @property
     def hop_s(self) -> Floats:
         """Compute of one microbatch, forward and backward; the last stage runs no forward of its own. By kind and stage."""
         forward_s = self.forward_s.copy()

@@ -129,6 +129,16 @@ class Played:
         return tuple(fmean(group) for group in groups)
 
 
+def trip_s(job: Job) -> float:
+    """One microbatch through all stages and back, where nothing waits: planned replicas, usual lines and delays."""
+    rates, kind_of, seats = Rates(job), np.array(job.machines.kind_of), job.seats
+    members = seats.members
+    compute_s = sum(float(job.hop_s[kind_of[seats.replicas(stage)], stage].mean()) for stage in range(job.stages))
+    moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
+    line_s = float(np.mean(1.0 / rates.line_Bps[kind_of[members]]))
+    return compute_s + 2 * (2 * job.stages - 1) * job.delay_s + moved_bytes * line_s
+
+
 def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
     """Devices of these kinds at these stages, wired as they run without a plan's routes."""
     at = list(zip(kinds, (max(stage, 0) for stage in stage_of), strict=True))
