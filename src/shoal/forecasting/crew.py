@@ -152,7 +152,9 @@ class Crew:
         self.dead = {
             peer: msgspec.structs.replace(lost, passed=0.0, reported=False) for peer, lost in self.dead.items()
         }
-        self.leader = self.leader or min((peer for peer in self.members if peer not in self.dead), key=slot_of, default="")
+        self.leader = self.leader or min(
+            (peer for peer in self.members if peer not in self.dead), key=slot_of, default=""
+        )
 
     def evict(self, now: float) -> list[Lost]:
         """The dead that are noticed by now leave the view."""

@@ -28,7 +28,9 @@ from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
 from shoal.planner.prediction.step import Step, predict
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are played
-PLAYS = 4  # of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
+PLAYS = (
+    4  # of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
+)
 Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
 
 
@@ -40,7 +42,9 @@ class StepTime(msgspec.Struct, frozen=True):
     agreeing_s: float
     compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
     stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
-    reduced_s: tuple[float, ...] = ()  # of averaging_s: when a replica of each stage has all sums, on average; (): at the end
+    reduced_s: tuple[
+        float, ...
+    ] = ()  # of averaging_s: when a replica of each stage has all sums, on average; (): at the end
 
     @property
     def step_s(self) -> float:
@@ -122,7 +126,6 @@ class Played:
             tuple(rates.tolist()),
             self._reduced_s(seats, cluster),
         )
-
 
     def _reduced_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
         ends_s = iter(averaging_ends(seats, cluster)[0])
