@@ -7,7 +7,7 @@ all of this takes is forecaster.py's to spend.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ class Lost(msgspec.Struct, frozen=True):
     share: float
     noticed_s: float
     passed: float
+    reported: bool = False  # it has done its part of the round: the step can be committed without it
 
 
 def slot_of(peer: Peer) -> int:
@@ -55,6 +56,7 @@ class Crew:
         self.dead: dict[Peer, Lost] = {}
         self.serving: Composition = np.full(len(job.stage_of), -1)
         self.moves: tuple[Move, ...] = ()
+        self.leader: Peer = ""  # a new one leads from the next step on
         self.known: tuple[tuple[float, ...], dict[Peer, float]] = ((), {})  # seconds of stages, speeds of peers
         seated = job.seats.seated
         self._seat_of = {slot: seat for seat, slot in enumerate(seated)}
@@ -63,12 +65,13 @@ class Crew:
             microbatches=job.microbatches,
             steps=1,
             stage_seconds=tuple(
-                max(float(job.hop_s[job.machines.kind_of[slot], stage]) for slot in job.seats.replicas(stage))
+                max(float(job.reported_s[job.machines.kind_of[slot], stage]) for slot in job.seats.replicas(stage))
                 for stage in range(job.stages)
             ),
             seats=tuple(job.stage_of[slot] for slot in seated),
         )
         self._rate = (1.0 / job.hop_s).tolist()
+        self._reported = (1.0 / job.reported_s).tolist()
 
     def rate(self, peer: Peer, stage: int) -> float:
         """Microbatches per second."""
@@ -81,7 +84,8 @@ class Crew:
     def measure(self) -> None:
         """The leader learns rates from heartbeats; the rules use them until the next step."""
         members = tuple(self.members.values())
-        rates = {one.peer: self.rate(one.peer, one.stage) for one in members}
+        kind_of = self.job.machines.kind_of
+        rates = {one.peer: self._reported[kind_of[slot_of(one.peer)]][one.stage] for one in members}
         self.known = measure(members, rates, self.job.stages, self._settings.stage_seconds)
 
     # ------------------------------------------------------------------------------------------------- coming and going
@@ -94,7 +98,8 @@ class Crew:
         planned = planned_stage(self._settings, seat, taken)
         stage = planned[0] if planned else place(there, self.job.stages, *self.known)[0]
         member = Member(peer, stage, seat=planned_seat(self._settings, seat, stage, taken))
-        self.joiners[peer] = Joiner(member, now + self.download_s(member, step_s))
+        entry_s = self.job.patience.entry_s
+        self.joiners[peer] = Joiner(member, now + entry_s + self.download_s(member, step_s))
 
     def begin(self, peer: Peer) -> None:
         """A member from the beginning, with nothing to download."""
@@ -110,21 +115,46 @@ class Crew:
     def ready(self, now: float) -> list[Peer]:
         return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now and peer not in self.dead]
 
-    def die(self, peer: Peer, noticed_s: float, passed: float) -> None:
+    def die(self, peer: Peer, now: float, passed: float, reported: Container[int] = ()) -> None:
+        """`reported`: stages that have done their part of the open round."""
         if self.joiners.pop(peer, None) is not None or peer not in self.members:
             return
         member = self.members[peer]
+        noticed_s = now + self.job.patience.detection_s
+        if peer == self.leader:
+            noticed_s += self._succeed()
         whole = sum(
             self.rate(one.peer, one.stage)
             for one in self.members.values()
             if one.stage == member.stage and one.peer not in self.dead
         )
-        self.dead[peer] = Lost(member, self.rate(peer, member.stage) / whole, noticed_s, passed)
+        share = self.rate(peer, member.stage) / whole
+        self.dead[peer] = Lost(member, share, noticed_s, passed, member.stage in reported)
         self.serving[slot_of(peer)] = -1
+
+    def _succeed(self) -> float:
+        """Seconds until another member leads. It knows of no moves, and begins to wait for everybody's heartbeat."""
+        election_s = self.job.patience.election_s(len(self.members) - len(self.dead))
+        self.leader, self.moves = "", ()
+        self.dead = {
+            peer: msgspec.structs.replace(lost, noticed_s=lost.noticed_s + election_s)
+            for peer, lost in self.dead.items()
+        }
+        return election_s
+
+    @property
+    def missed(self) -> bool:
+        """The open round waits for a dead member."""
+        return any(not lost.reported for lost in self.dead.values())
 
     def begin_step(self) -> None:
         """The dead have no books of a new step."""
-        self.dead = {peer: msgspec.structs.replace(lost, passed=0.0) for peer, lost in self.dead.items()}
+        self.dead = {
+            peer: msgspec.structs.replace(lost, passed=0.0, reported=False) for peer, lost in self.dead.items()
+        }
+        self.leader = self.leader or min(
+            (peer for peer in self.members if peer not in self.dead), key=slot_of, default=""
+        )
 
     def evict(self, now: float) -> list[Lost]:
         """The dead that are noticed by now leave the view."""

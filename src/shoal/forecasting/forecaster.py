@@ -21,7 +21,7 @@ from shoal.core.messages import Peer
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.crew import Crew, slot_of
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import StepModel, StepTime
+from shoal.forecasting.rates import StepModel, StepTime, trip_s
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second
@@ -74,6 +74,7 @@ class Progress(msgspec.Struct):
     step: int = 0
     passed: float = 0.0
     redo: list[float] = []  # microbatches to be computed again, by stage
+    redo_s: float = 0.0  # the moment until which the first of them is on its way at least
     left_s: float = NEVER  # of a phase that is not COMPUTING
     saved: int = 0
     began_s: float = 0.0  # the step
@@ -104,6 +105,7 @@ class Run:
         self._hash = hashlib.sha256()
         self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
         self._time: StepTime | None = None
+        self._trip_s = trip_s(job)
 
     def play(
         self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
@@ -142,7 +144,7 @@ class Run:
         if self.stuck:
             return NEVER
         if progress.phase is not Phase.COMPUTING:
-            return NEVER if progress.phase is Phase.AVERAGING and self.crew.dead else progress.left_s
+            return NEVER if progress.phase is Phase.AVERAGING and self.crew.missed else progress.left_s
         if time is None:
             return NEVER
         if progress.passed < 1:
@@ -150,7 +152,8 @@ class Run:
             return (1 - progress.passed) * time.microbatches_s / opened if opened > ROUNDING else NEVER
         if self.crew.dead:
             return NEVER  # books of theirs are missing
-        return max(redo / rate for redo, rate in zip(progress.redo, time.stage_rates, strict=True))
+        rates = zip(progress.redo, time.stage_rates, strict=True)
+        return max(progress.redo_s - self.now, *(redo / rate for redo, rate in rates))
 
     def _advance(self, seconds: float) -> None:
         progress, time, parts = self.progress, self._time, self.parts
@@ -163,9 +166,9 @@ class Run:
             assert time is not None
             self._compute(seconds, time)
         else:
-            waits = progress.phase is Phase.AGREEING or self.crew.dead
+            waits = progress.phase is Phase.AGREEING or self.crew.missed
             parts["waiting" if waits else "averaging"] += seconds
-        if progress.left_s < NEVER and not (progress.phase is Phase.AVERAGING and self.crew.dead):
+        if progress.left_s < NEVER and not (progress.phase is Phase.AVERAGING and self.crew.missed):
             progress.left_s -= seconds
 
     def _compute(self, seconds: float, time: StepTime) -> None:
@@ -206,11 +209,12 @@ class Run:
             self.bill.come(peer)
         elif change == "asks":
             self.tally.joins += 1
-            crew.admit(peer, self.now, self.progress.step_s)
+            rest_s = self.progress.left_s if self.progress.phase in (Phase.AVERAGING, Phase.AGREEING) else 0.0
+            crew.admit(peer, self.now + rest_s, self.progress.step_s)  # nobody is admitted while a round is open
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
-            crew.die(peer, self.now + self.job.patience.detection_s, self.progress.passed)
+            crew.die(peer, self.now, self.progress.passed, () if peer == crew.leader else self._reported())
             self._look()
 
     def _evict(self) -> None:
@@ -238,11 +242,33 @@ class Run:
         if progress.phase is Phase.COMPUTING:
             for one in lost:
                 self._redo(one.member.stage, one.share * one.passed)
+                self._take_over(one.passed, len(crew.members) + 1)
             self._move(progress.passed)
 
+    def _take_over(self, passed: float, members: int) -> None:
+        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books and begin."""
+        progress = self.progress
+        if passed < 1:
+            progress.passed = min(progress.passed, 1 - (1 - passed) / members)
+            progress.redo_s = max(progress.redo_s, self.now + 2 * self.job.delay_s + self._trip_s)
+
+    def _reported(self) -> list[int]:
+        """Stages that have done their part of the open round."""
+        time, progress = self._time, self.progress
+        if progress.phase is Phase.AGREEING:
+            return list(range(self.job.stages))
+        if progress.phase is not Phase.AVERAGING or time is None:
+            return []
+        passed_s = time.averaging_s - progress.left_s
+        return [stage for stage, seconds in enumerate(time.reduced_s) if seconds <= passed_s]
+
     def _redo(self, stage: int, share: float) -> None:
-        """That share of the step's microbatches."""
-        self.progress.redo[stage] += share * self.job.microbatches
+        """That share of the step's microbatches. Books are asked for, then a replica that has the input is."""
+        job, progress = self.job, self.progress
+        progress.redo[stage] += share * job.microbatches
+        if share:
+            alone_s = 4 * job.delay_s + float(job.hop_s[:, stage].mean())
+            progress.redo_s = max(progress.redo_s, self.now + alone_s)
 
     def _enter(self) -> None:
         """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""
@@ -293,7 +319,6 @@ class Run:
     def _commit(self) -> None:
         progress, job = self.progress, self.job
         progress.step += 1
-        progress.step_s = self.now - progress.began_s
         self.bill.send(self.crew)
         self._note("commit", progress.step, len(self.crew.members))
         if job.save_every and progress.step % job.save_every == 0:
@@ -302,6 +327,7 @@ class Run:
         self._promote()
         if not self.crew.as_planned:
             self._move(0.0)
+        progress.step_s = self.now - progress.began_s  # the leader decides by the step before
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -314,7 +340,9 @@ class Run:
         self._look()
 
     def _move(self, passed: float) -> None:
-        moved = self.crew.rebalance(self.now, NEVER, passed, self.progress.step_s)
+        progress = self.progress
+        left_s = (self.job.steps - progress.step) * progress.step_s
+        moved = self.crew.rebalance(self.now, left_s, passed, progress.step_s)
         for member, share in moved:
             self._note("move", member.peer, member.stage)
             self.tally.moves += 1

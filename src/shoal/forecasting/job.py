@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
 from shoal.config import Config
+from shoal.core.trainer.routing import BACKWARD_SIZE
 from shoal.forecasting.machines import Machines, grouped
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.profile import MOMENTS_BYTES
@@ -15,6 +18,7 @@ from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 
 SCAN_BEATS = 0.9  # the leader looks for silent members so often (core/leader/leader.py)
+ENTRY_BEATS = 2.0  # asking a member, and the view that admits
 VALUE_BYTES = 4  # of a parameter, as it is averaged and downloaded
 
 
@@ -22,8 +26,14 @@ class Patience(msgspec.Struct, frozen=True):
     """How long a run waits."""
 
     heartbeat_s: float = 0.5
-    detection_s: float = 4.45  # from a death to the eviction
+    heartbeat_timeout_s: float = 4.0
+    detection_s: float = 4.45  # from a death to the eviction, while the leader lives
     lost_stage_wait_s: float = 5.0
+    entry_s: float = 1.0  # of a join beside its download: finding the run, being admitted, building the state
+
+    def election_s(self, voters: int) -> float:
+        """Until one of them stands for election, after the leader's death: the first of random timeouts (core/consensus/election.py)."""
+        return self.heartbeat_timeout_s * (0.6 + 0.4 / (voters + 1))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -38,6 +48,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tokens: int  # of a microbatch
     save_every: int = 0  # steps between checkpoints
     patience: Patience = Patience()
+    steps: float = math.inf  # of the run: near its end nobody moves
     round_s: float = 0.0  # of a step beside what is predicted: the optimizer, the tasks of a round
 
     @property
@@ -49,10 +60,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.seats.microbatches
 
     @property
+    def delay_s(self) -> float:
+        """Of a message between two machines, on average over kinds."""
+        return float(self.machines.delay_s.mean())
+
+    @property
     def hop_s(self) -> Floats:
         """Compute of one microbatch, forward and backward; the last stage runs no forward of its own. By kind and stage."""
         forward_s = self.forward_s.copy()
         forward_s[:, -1] = 0.0
+        return np.maximum(forward_s + self.backward_s, 1e-12)
+
+    @property
+    def reported_s(self) -> Floats:
+        """The same as replicas report it to the leader: the last stage takes the share that a forward usually has for one of its own."""
+        forward_s = self.forward_s.copy()
+        forward_s[:, -1] = self.backward_s[:, -1] / BACKWARD_SIZE
         return np.maximum(forward_s + self.backward_s, 1e-12)
 
 
@@ -77,7 +100,11 @@ def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
         tokens=problem.work.microbatch_tokens,
         save_every=config.checkpoint.every,
         patience=Patience(
-            run.heartbeat_s, run.heartbeat_timeout_s + SCAN_BEATS * run.heartbeat_s, run.lost_stage_wait_s
+            run.heartbeat_s,
+            run.heartbeat_timeout_s,
+            run.heartbeat_timeout_s + SCAN_BEATS * run.heartbeat_s,
+            run.lost_stage_wait_s,
+            ENTRY_BEATS * run.heartbeat_s,
         ),
     )
 

@@ -11,6 +11,8 @@ Another way to train (GPipe, a static pipeline) is another StepModel.
 from __future__ import annotations
 
 import math
+from itertools import islice
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
@@ -20,12 +22,15 @@ import numpy.typing as npt
 from shoal.core.allreduce.layout import row_lengths
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
-from shoal.planner.prediction.averaging import averaging
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
-from shoal.planner.prediction.step import predict
+from shoal.planner.prediction.step import Step, predict
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are played
-PLAY_SEED = 0  # who is asked first in a played step
+PLAYS = (
+    4  # of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
+)
 Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
 
 
@@ -37,6 +42,9 @@ class StepTime(msgspec.Struct, frozen=True):
     agreeing_s: float
     compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
     stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
+    reduced_s: tuple[
+        float, ...
+    ] = ()  # of averaging_s: when a replica of each stage has all sums, on average; (): at the end
 
     @property
     def step_s(self) -> float:
@@ -104,18 +112,41 @@ class Played:
             free = [iter(slots) for slots in self._slots_of]
             slots = [next(free[kind]) for _, kind in key]
             seats = seats_of(job, [kind for _, kind in key], tuple(stage for stage, _ in key))
-        step = predict(seats, job.machines.cluster(slots), np.random.default_rng(PLAY_SEED))
+        cluster = job.machines.cluster(slots)
+        step, microbatches_s = _plays(seats, cluster)
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         compute = self._rates.of_stages(self._rates.compute, composition, job.stages)
         rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
         return StepTime(
-            step.microbatches_s,
+            microbatches_s,
             step.averaging_s + job.round_s,
             step.agreeing_s,
-            min(job.microbatches / float(compute.min()), step.microbatches_s),
+            min(job.microbatches / float(compute.min()), microbatches_s),
             tuple(rates.tolist()),
+            self._reduced_s(seats, cluster),
         )
+
+    def _reduced_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
+        ends_s = iter(averaging_ends(seats, cluster)[0])
+        groups = [list(islice(ends_s, len(seats.replicas(stage)))) for stage in range(seats.stages)]
+        return tuple(fmean(group) for group in groups)
+
+
+def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
+    """A predicted step, and the seconds of its microbatches as the mean of several."""
+    steps = [predict(seats, cluster, np.random.default_rng(seed)) for seed in range(PLAYS)]
+    return steps[0], fmean(step.microbatches_s for step in steps)
+
+
+def trip_s(job: Job) -> float:
+    """One microbatch through all stages and back, where nothing waits: planned replicas, usual lines and delays."""
+    rates, kind_of, seats = Rates(job), np.array(job.machines.kind_of), job.seats
+    members = seats.members
+    compute_s = sum(float(job.hop_s[kind_of[seats.replicas(stage)], stage].mean()) for stage in range(job.stages))
+    moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
+    line_s = float(np.mean(1.0 / rates.line_Bps[kind_of[members]]))
+    return compute_s + 2 * (2 * job.stages - 1) * job.delay_s + moved_bytes * line_s
 
 
 def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
@@ -211,14 +242,14 @@ class Aggregated:
             seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches
         )
         machines = job.machines.cluster(slots)
-        played = predict(seats, machines, np.random.default_rng(PLAY_SEED))
+        _, microbatches_s = _plays(seats, machines)
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
         rough = self._step(composition, microbatches, stage_rates)
         averaging_s = averaging(seats, machines)[0] + seats.averaging_codec_s
         return (
-            played.microbatches_s / rough.microbatches_s,
+            microbatches_s / rough.microbatches_s,
             averaging_s / rough_s if (rough_s := rough.averaging_s - job.round_s) > 0 else 1.0,
         )
 
@@ -240,4 +271,4 @@ def model_of(job: Job, changes: int) -> StepModel:
     return Played(job) if len(job.stage_of) <= PLAYED_MOST and changes <= PLAYS_MOST else Aggregated(job)
 
 
-PLAYS_MOST = 300  # a played step takes 0.02 to 0.3 s
+PLAYS_MOST = 300  # a composition takes 0.1 to 1 s

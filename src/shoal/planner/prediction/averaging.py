@@ -25,7 +25,13 @@ VALUES = 1 << 20  # of a round that is played, for each replica: a power of two,
 
 def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
     """The slowest stage's, and what every device sends."""
-    lines, end_s = Lines(cluster), 0.0
+    ends_s, sent = averaging_ends(seats, cluster)
+    return max(ends_s), sent
+
+
+def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]:
+    """When each member, by stage, has all its sums; and what every device sends."""
+    lines = Lines(cluster)
     if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
         sent = np.zeros(len(cluster.devices))
         for stage, nbytes in enumerate(seats.gradient_bytes):
@@ -33,11 +39,12 @@ def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
             sent[group] = [2 * nbytes * (1 - 1 / len(group))] * len(group)
             if shares := owned(of_group(seats.line_rates, group)):
                 sent[group] = [nbytes * (1 + (len(group) - 2) * share / sum(shares)) for share in shares]
-        return rough_averaging_s(seats, cluster), sent
+        return [rough_averaging_s(seats, cluster)] * len(seats.members), sent
+    ends_s: list[float] = []
     for stage in range(seats.stages):
         group = seats.replicas(stage)
-        end_s = max(end_s, _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.line_rates, group)).play())
-    return end_s, lines.sent
+        ends_s += _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.line_rates, group)).play()
+    return ends_s, lines.sent
 
 
 class _Round:
@@ -58,9 +65,9 @@ class _Round:
         self._events: list[tuple[float, int, int, int, int, bool]] = []
         self._serial = count()
 
-    def play(self) -> float:
-        """Seconds until every replica has every sum."""
-        end_s = 0.0
+    def play(self) -> list[float]:
+        """Seconds until each replica has every sum."""
+        ends_s = [0.0] * len(self._group)
         for at, (role, _) in enumerate(self._roles):
             self._send_chunks(role.sends, at, 0.0)
         while self._events:
@@ -68,13 +75,13 @@ class _Round:
             if target < 0:
                 self._send_next(source, now)
             elif source < 0:
-                end_s = now
+                ends_s[target] = now
                 (self._on_sum if is_sum else self._on_chunk)(target, number, now)
             else:
                 nbytes = self._value_bytes * self._roles[source][1][number]
                 done_s = self._lines.arrive(self._group[source], self._group[target], nbytes, now)
                 heappush(self._events, (done_s, next(self._serial), -1, target, number, is_sum))
-        return end_s
+        return ends_s
 
     def _send_chunks(self, owners: dict[int, str], at: int, now: float) -> None:
         """To their owners, the own ones last."""
