@@ -19,7 +19,7 @@ from shoal.forecasting.crew import Crew
 from shoal.forecasting.forecaster import History, Parts, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines, grouped
-from shoal.forecasting.rates import Aggregated, Played
+from shoal.forecasting.rates import Aggregated, Played, model_of
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
@@ -113,6 +113,20 @@ def test_sums_over_stages_are_near_what_is_played() -> None:
         one, other = played(composition), aggregated(composition)
         assert one is not None and other is not None
         assert other.step_s == pytest.approx(one.step_s, rel=0.15)
+
+
+def test_a_large_fleet_with_delayed_updates_hides_its_averaging() -> None:
+    given = a_job(40, 4)
+    wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 4)  # half as long as is computed
+    jobs = [
+        msgspec.structs.replace(given, seats=msgspec.structs.replace(wide, staleness=staleness)) for staleness in (0, 1)
+    ]
+    composition = np.array(given.stage_of)
+    plain, delayed = (model_of(job, 1000)(composition) for job in jobs)
+    assert plain is not None and delayed is not None and plain.averaging_s > plain.microbatches_s / 3
+    played = Played(jobs[1])(composition)
+    assert played is not None
+    assert delayed.step_s < 0.8 * plain.step_s and delayed.step_s == pytest.approx(played.step_s, rel=0.15)
 
 
 def test_the_time_of_many_slots_is_that_of_their_kinds() -> None:

@@ -74,7 +74,7 @@ FREEDOMS = ({}, {"sizes": True}, {"allow": ("int8", "local_steps")}, {"allow": (
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(100, 124))
+@pytest.mark.parametrize("seed", range(100, 108))
 def test_a_what_if_is_never_worse_than_the_plan_whatever_may_be_chosen(seed: int) -> None:
     decide = search(5, **FREEDOMS[seed % len(FREEDOMS)])
     problem = drawn(seed)
