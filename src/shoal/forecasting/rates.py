@@ -189,7 +189,10 @@ class Aggregated:
             if len(kinds) < 2:
                 continue
             present = np.unique(kinds)
-            pair_Bps = float(job.machines.bandwidth_Bps[np.ix_(present, present)].min())
+            links_Bps = job.machines.bandwidth_Bps[np.ix_(present, present)]
+            pair_Bps = float(
+                links_Bps[links_Bps > 0].min()
+            )  # 0: the only machine of its kind has no link to another of it
             delay_s = float(job.machines.delay_s[np.ix_(present, present)].max())
             line_Bps = float(self._rates.line_Bps[present].min())
             rows = row_lengths(len(kinds))
