@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rows import Row, claim
+from rows import Row, claim, differs
 from tests import atom as formulas
 
 from shoal.planner.inputs.cluster import Cluster, Device
@@ -75,7 +75,7 @@ def against_pipelines() -> Iterator[Row]:
         f" {over_chain(MODELS['GPT-3 1.3B'], 400 * 125e3, 2):.1f} x, with int8 {over_chain(MODELS['GPT-3 1.3B'], 400 * 125e3, 1):.1f} x."
     )
     row = Row(table=table, case="the best of these (the paper: up to 20)", claimed=claim(20), ours=best, unit="x")
-    yield msgspec.structs.replace(row, why=why if abs(row.difference or 0) > 0.2 else "")
+    yield msgspec.structs.replace(row, why=why if differs(row) else "")
     for name in ("GPT-3 1.3B", "GPT-3 6.7B"):
         for mbit in (400, 800):
             claimed = claim(1.0, 1.8) if mbit == 400 and name == "GPT-3 1.3B" else None
@@ -83,7 +83,7 @@ def against_pipelines() -> Iterator[Row]:
             row = Row(table=table, case=f"{name} over SWARM with int8, {mbit} Mb/s", claimed=claimed, ours=ratio, unit="x",
                       mark="derived" if claimed else "")  # fmt: skip
             reason = f"The line limits it; with one microbatch of each peer on its way it is {few:.2f} x."
-            yield msgspec.structs.replace(row, why=reason if row.difference else "")
+            yield msgspec.structs.replace(row, why=reason if differs(row) else "")
 
 
 def compute_s(model: formulas.Gpt) -> float:

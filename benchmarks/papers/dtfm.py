@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from rows import Row, claim
+from rows import Row, claim, differs
 
 import scenarios
 from shoal.planner.costs.communication import PUBLISHED, Model
@@ -65,7 +65,7 @@ def rows() -> Iterator[Row]:
 
 def row(table: str, case: str, claimed: tuple[float, float] | None, ours: float, why: str) -> Row:
     one = Row(table=table, case=case, claimed=claimed, ours=round(ours, 3), unit="x")
-    return Row(table=table, case=case, claimed=claimed, ours=one.ours, unit="x", why=why if one.difference else "")
+    return Row(table=table, case=case, claimed=claimed, ours=one.ours, unit="x", why=why if differs(one) else "")
 
 
 def _random_of_40(net: scenarios.Net, model: Model, best: np.ndarray, draws: list[np.ndarray]) -> float:

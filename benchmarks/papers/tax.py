@@ -46,6 +46,7 @@ LOSS_MOST = 0.5  # per cent that a choice may cost
 HOURS, SEEDS, BUDGET = 24.0, 2, 10
 CENTRE_Bps, CENTRE_DELAY_S = 100e9 / 8, 50e-6
 INFLIGHT = 16
+MANY = 10**6  # compositions: rates are sums for every fleet, small ones too
 LOCAL_STEPS = 20
 NEAR = ("Oregon", "Virginia", "Ohio", "Tokyo")  # the regions of the first of two pipelines
 
@@ -161,7 +162,7 @@ def churned(setting: Setting, problem: Problem, plan: Plan) -> float:
     """Tokens per FLOP that was there, with the record; mean of the seeds."""
     job = job_of(chosen(problem, plan), plan, setting.tree)
     histories = [presences(setting.churn, job.machines, HOURS * 3600, seed) for seed in range(SEEDS)]
-    model = model_of(job, sum(map(len, histories)))
+    model = model_of(job, MANY)
     rates = []
     for seed, history in enumerate(histories):
         result = forecast(job, model, history, setting.churn.start_s, HOURS * 3600, seed)
