@@ -246,9 +246,10 @@ def preemptible() -> Iterator[Row]:
     calm = t4_rate(t4_job(400, 1, 0), Churn(life_s=8 * 3600.0))
     large = t4_rate(t4_job(slots, 1, 0, 8 * BATCH), record)
     why = (
-        f"Not churn: with a mean life of 8 h it is {calm:.3g} samples/s. Not the ten microbatches of each machine in a step: with eight"
-        f" times the batch it is {large:.3g}. Played without churn, 24 T4s on these lines reach {fleet_share(24, 0, 25e6):.0f} % of their rates:"
-        " with four microbatches each on their way some wait while others have none. The published run states neither."
+        f"Not churn: with a mean life of 8 h it is {calm:.3g} samples/s. Not the ten microbatches of each machine in a step:"
+        f" with eight times the batch it is {large:.3g}. Played without churn, 24 T4s on these lines reach"
+        f" {fleet_share(24, 0, 25e6):.0f} % of their rates: with four microbatches each on their way some wait while others"
+        " have none. The published run states neither."
     )
     for case, claimed, ours, unit in (
         ("1B of shared layers", claim(17.6), rate, "samples/s"),
