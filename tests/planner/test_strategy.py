@@ -14,7 +14,7 @@ from shoal import codec
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
-from shoal.planner.strategy import plan, pricing, relaxing, strategy
+from shoal.planner.strategy import choices, plan, pricing, relaxing, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem, best_stages
@@ -240,8 +240,13 @@ def test_large_models_on_small_machines_swap_inside_stages() -> None:
 
 def test_sensitivities_are_sorted_and_name_what_helps() -> None:
     given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
-    sensitivities = relaxing.sensitivities(given, decided(given), lambda: np.random.default_rng(0), budget=20)
-    assert [entry[1] for entry in sensitivities] == sorted(entry[1] for entry in sensitivities)
+
+    def search(each: Problem, known: Plan | None = None, /) -> Plan:
+        return decide(each, np.random.default_rng(0), 20, None, known)
+
+    sensitivities = relaxing.sensitivities(given, decided(given), search)
+    speeds = [choices.tokens_per_s(entry[1]) for entry in sensitivities]
+    assert speeds == sorted(speeds, reverse=True)
     assert sensitivities[0][0] == "bandwidth x2"
 
 
