@@ -75,8 +75,8 @@ def tax_part(taxes: dict[str, Any]) -> str:
         f"| change | {' | '.join(taxes)} |",
         "|---|" + "---|" * len(taxes),
     ]
-    for change in next(iter(taxes.values()))["sensitivities"]:
-        values = (_tax(outcome["sensitivities"][change]) for outcome in taxes.values())
+    for change in dict.fromkeys(name for outcome in taxes.values() for name in outcome["sensitivities"]):
+        values = (_tax(outcome["sensitivities"].get(change, 0.0)) for outcome in taxes.values())
         lines.append(f"| {change} | {' | '.join(values)} |")
     return "\n".join([*lines, "", rows.END])
 
