@@ -113,9 +113,9 @@ def test_greedy_text_is_that_of_transformers_though_two_peers_of_its_route_are_k
         assert swarm.replays >= 2
 
     options = ("--temperature", "0", "--tokens", "20")
-    told = subprocess_output(start("generate", "runs/serve-model", PROMPT, *options))
-    assert subprocess_output(start("generate", "model", PROMPT, *options)) in told
-    assert "through the peers of run 'serve-model'" in told and "a round trip through 3 stages" in told
+    printed = subprocess_output(start("generate", "runs/serve-model", PROMPT, *options))
+    assert subprocess_output(start("generate", "model", PROMPT, *options)) in printed
+    assert "through the peers of run 'serve-model'" in printed and "a round trip through 3 stages" in printed
     assert "serving ended: interrupted" in ended(server)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
-from shoal.api import generating
-from shoal.api.generating import Sampling, Words
+if TYPE_CHECKING:  # imports asyncio and the network, which --help needs none of
+    from shoal.api.generating import Sampling
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +44,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from shoal.api import generating
+
     how = sampling(args)
     with generating.opened(args.place, args.base, args.device, args.tokenizer) as source:
-        words = Words(source.tokenizer)
+        words = generating.Words(source.tokenizer)
         tokens = source.tokenizer(args.prompt, add_special_tokens=False).input_ids
         tokens = tokens or source.tokenizer("\n", add_special_tokens=False).input_ids
         generating.refuse_long(source, tokens)
@@ -57,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def sampling(args: argparse.Namespace) -> Sampling:
+    from shoal.api.generating import Sampling
+
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: must be 1 or more")
     if not 0 <= args.temperature < float("inf"):

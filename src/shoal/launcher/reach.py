@@ -22,7 +22,6 @@ import msgspec
 
 from shoal.config import Config
 from shoal.core.messages import Peer
-from shoal.launcher import preflight
 from shoal.runtime.records.report import replace
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
@@ -61,6 +60,8 @@ def founding(config: Config, directory: Path, number: int, warn: Callable[[str],
 
 
 def _kept_port(config: Config, file: Path, warn: Callable[[str], None]) -> int:
+    from shoal.launcher import preflight  # imports numpy, and `shoal invite` needs none of this
+
     with contextlib.suppress(FileNotFoundError):
         text = file.read_text(errors="replace").strip()
         kept = int(text) if re.fullmatch(r"\d{1,5}", text) and 0 < int(text) < 65535 else 0
