@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results configuration docs clean
+.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results papers configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -26,6 +26,7 @@ help:
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
+	@echo "make papers  the papers' tables and the internet tax, computed anew (minutes), into docs/"
 	@echo "make configuration   docs/configuration.md from the settings"
 	@echo "make docs    the documentation as a site, in build/site"
 
@@ -88,6 +89,10 @@ protocol:
 
 results:
 	$(PY) docs/results.py
+
+# PART: swarm, dtfm, atom, tax-1.3B, tax-8B, tax-70B; all of them if it is not set.
+papers:
+	$(PY) benchmarks/papers $(PART)
 
 configuration:
 	$(PY) docs/configuration.py

@@ -352,8 +352,8 @@ def average_best(changes: Sequence[Change], stages: int) -> float:
     return area / time
 
 
-def fleet(seed: int) -> tuple[Change, ...]:
-    """400 peers with exponential lives, mean 8 h; as many come as go, on average."""
+def fleet(seed: int, peers: int = FLEET) -> tuple[Change, ...]:
+    """`peers` with exponential lives, mean 8 h; as many come as go, on average."""
     rng = Random(f"fleet/{seed}")
     changes: list[Change] = []
     at_s, born = 0.0, 0
@@ -364,8 +364,8 @@ def fleet(seed: int) -> tuple[Change, ...]:
         if gone_s < FLEET_S:
             changes.append(Change(at_s=gone_s, node=node, joins=False))
         born += 1
-        if born >= FLEET:
-            at_s += rng.expovariate(FLEET / LIFE_S)
+        if born >= peers:
+            at_s += rng.expovariate(peers / LIFE_S)
     return tuple(sorted(changes, key=lambda change: (change.at_s, change.joins, change.node)))
 
 

@@ -1,17 +1,16 @@
-"""Who is asked first, in the simulator with lines: SWARM's rule alone (least virtual time), or first whoever has least in progress.
+"""Who is asked first, in the simulator with lines: by turns and the measured time alone, or by what is in progress at each, too.
 
     python benchmarks/wiring.py [--link 200:50] [--batch 96] [--steps 3] [--seeds 4]
     python benchmarks/wiring.py --geographies 5
 
 The run of benchmarks/hops.py as benchmarks/simulated.py simulates it: six peers in three stages, tensors of 8 MB. Microbatches per second
-after the first step, of each seed; with peers that compute alike, and with peers whose speeds are drawn between 1 and 3. SWARM's rule is
-core's own with nothing in progress (core/trainer/choice.py), so that only virtual time is left.
-docs/design/2026-11-22-least-loaded.md says why.
+after the first step, of each seed; with peers that compute alike, and with peers whose speeds are drawn between 1 and 3. The first rule is
+core's own with nothing in progress (core/trainer/choice.py). docs/design/2026-11-22-least-loaded.md and 2026-11-23-turns.md say why.
 
 With --geographies: planned wiring instead, in the planner's model. Peers of four regions, whose links are drawn,
 serve three or four stages; a step's seconds with each microbatch's replicas near one another, over those with all of them near its owner.
 
-The last line is one JSON object: the middle rate with equal peers and least in progress, of the bound that hops.py derives.
+The last line is one JSON object: the middle rate with equal peers and by response time, of the bound that hops.py derives.
 """
 
 from __future__ import annotations
@@ -103,14 +102,14 @@ def main() -> None:
         return
     usual, told = choice.in_progress, {}
     for spread in (1.0, SPREAD):
-        for rule in ("virtual time", "least in progress"):
-            choice.in_progress = usual if rule == "least in progress" else lambda _: {}
+        for rule in ("measured time", "response time"):
+            choice.in_progress = usual if rule == "response time" else lambda _: {}
             found = rates(asked.link, asked.batch, asked.steps, asked.seeds, spread)
             told[f"speeds x {spread:g}, {rule}"] = [round(rate, 3) for rate in found]
             print(f"x {spread:g} {rule:<18} {found[0]:.2f} to {found[-1]:.2f}", file=sys.stderr, flush=True)
     choice.in_progress = usual
     config = configuration.load(overhead.LAB, words(asked.link, asked.batch, asked.steps, []))
-    value = middle(told["speeds x 1, least in progress"])
+    value = middle(told["speeds x 1, response time"])
     report(
         "wiring",
         value,

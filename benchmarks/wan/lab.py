@@ -254,6 +254,11 @@ class Lab:
         """Run a command of the system there, such as "ip addr add 11.77.1.1/16 dev wan0", to its end. CalledProcessError: it failed."""
         subprocess.run([*self._enter(host), *command.split()], check=True)
 
+    def counted(self, host: str) -> tuple[int, int]:
+        """Bytes that the host has sent and received over its line."""
+        words = Path(f"/proc/{self._pids[host]}/net/dev").read_text().partition("wan0:")[2].split()
+        return int(words[8]), int(words[0])
+
     def kill(self, process: subprocess.Popen[Any], number: int = signal.SIGKILL) -> None:
         for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
             for pid in task.read_text().split():

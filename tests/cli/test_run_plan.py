@@ -199,7 +199,7 @@ def test_a_run_says_that_its_activation_store_is_too_small_before_it_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_plan(msgspec.structs.replace(EVEN, boundary_bytes=1000.0), "plan.json")
-    Path("run.toml").write_text("[model]\nlayers = 6\n[network]\nactivation_store_bytes = 15999\n")
+    Path("run.toml").write_text("[model]\nlayers = 6\n[run]\ninflight = 4\n[network]\nactivation_store_bytes = 15999\n")
     for words, wanted_text in (
         (["--plan", "plan.json"], "tensors of 1000 bytes"),
         (["run.stages=2"], "tensors of 262144 bytes"),

@@ -19,7 +19,7 @@ from shoal.forecasting.crew import Crew
 from shoal.forecasting.forecaster import History, Parts, Run, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines, grouped
-from shoal.forecasting.rates import Aggregated, Played
+from shoal.forecasting.rates import Aggregated, Played, model_of
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
@@ -93,6 +93,18 @@ def test_a_stage_that_loses_its_last_replica_sends_everybody_back_to_the_checkpo
     assert rare.parts.redone > often.parts.redone
 
 
+def test_a_machine_that_the_plan_leaves_out_takes_no_part() -> None:
+    """It may have too little memory for every stage."""
+    given = a_job(4)
+    wider = msgspec.structs.replace(given.machines, kind_of=(0,) * 5)
+    seats = msgspec.structs.replace(
+        given.seats, stage_of=(0, 1, 0, 1, -1), forward_s=(0.2,) * 5, backward_s=(0.4,) * 5, microbatches=16
+    )
+    job = msgspec.structs.replace(given, machines=wider, stage_of=seats.stage_of, seats=seats)
+    history = play(job, always(5))
+    assert history.joins == 4 and history.steps == play(given, always(4)).steps
+
+
 def test_the_majority_that_dies_at_once_ends_the_run_in_words() -> None:
     history = play(a_job(4), always(4, *(Presence(500.0, slot, False) for slot in (0, 1, 2))))
     assert "no majority" in history.stuck and history.parts.stalled > HOUR_S / 2
@@ -134,6 +146,33 @@ def test_sums_over_stages_are_near_what_is_played() -> None:
         one, other = played(composition), aggregated(composition)
         assert one is not None and other is not None
         assert other.step_s == pytest.approx(one.step_s, rel=0.15)
+
+
+def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:
+    """A cluster file that names its pairs leaves the diagonal at 0."""
+    given = a_job(40, 4)
+    devices = tuple(Device(name="", flops=1.0 + slot, up_Bps=25e6, down_Bps=25e6) for slot in range(40))
+    off = ~np.eye(40, dtype=bool)
+    machines = Machines(devices, tuple(range(40)), 0.02 * off, 1e9 * off)
+    seconds = {name: np.repeat(getattr(given, name), 40, axis=0) for name in ("forward_s", "backward_s")}
+    job = msgspec.structs.replace(given, machines=machines, **seconds)
+    alike, unlike = (Aggregated(each)(np.array(given.stage_of)) for each in (given, job))
+    assert alike is not None and unlike is not None
+    assert unlike.averaging_s == pytest.approx(alike.averaging_s, rel=0.01)
+
+
+def test_a_large_fleet_with_delayed_updates_hides_its_averaging() -> None:
+    given = a_job(40, 4)
+    wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 4)  # half as long as is computed
+    jobs = [
+        msgspec.structs.replace(given, seats=msgspec.structs.replace(wide, staleness=staleness)) for staleness in (0, 1)
+    ]
+    composition = np.array(given.stage_of)
+    plain, delayed = (model_of(job, 1000)(composition) for job in jobs)
+    assert plain is not None and delayed is not None and plain.averaging_s > plain.microbatches_s / 3
+    played = Played(jobs[1])(composition)
+    assert played is not None
+    assert delayed.step_s < 0.8 * plain.step_s and delayed.step_s == pytest.approx(played.step_s, rel=0.15)
 
 
 def test_the_time_of_many_slots_is_that_of_their_kinds() -> None:

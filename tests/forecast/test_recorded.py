@@ -84,7 +84,7 @@ def test_what_was_simulated_is_found_again(tmp_path: Path) -> None:
         assert stage or job.forward_s[slot, 0] == pytest.approx(FORWARD_S * speed[label], rel=0.01)
     assert float(np.median(job.machines.delay_s)) == pytest.approx(0.022, rel=0.05)  # the network's own jitter is 1.1
     assert job.patience.heartbeat_s == 0.5 and not fit.own.deaths and not fit.churn.life_s
-    assert replayed(fit, Played(job)) == pytest.approx(fit.own.seconds, rel=0.05)
+    assert replayed(fit, Played(job)) == pytest.approx(fit.own.seconds, rel=0.1)
 
 
 def test_a_death_in_the_record_is_forecast_with_it(tmp_path: Path) -> None:

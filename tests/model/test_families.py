@@ -15,6 +15,7 @@ from tests.model.test_stages import a_config, some_tokens
 from torch import Tensor
 
 from shoal.config import Config, Train
+from shoal.executor.base import boundary
 from shoal.executor.resident import Resident
 from shoal.executor.swap.swapping import Swapping
 from shoal.model import stages
@@ -109,6 +110,7 @@ def test_stages_read_a_published_checkpoint_of_the_family(family: str, tmp_path:
     published.save_pretrained(tmp_path)
     config = a_config(family, cut=2, path=str(tmp_path), extra={})
     stages.check(config)
+    assert boundary(config).shape[-1] == 32
     x = inputs(some_tokens())
     with torch.no_grad():
         for stage in range(2):

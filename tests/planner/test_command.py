@@ -211,7 +211,7 @@ def test_machines_that_are_taken_away_show_in_the_plan(tmp_path: Path, capsys: p
 def test_an_activation_store_too_small_for_the_planned_stages_is_told(
     cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--stages", "2"]
+    words = [str(CONFIGS / "quickstart.toml"), "--cluster", cluster, "--stages", "2", "run.inflight=4"]
     assert call(*words) == 0
     output = capsys.readouterr()
     assert "warning" not in output.err and "kept of a step" in output.out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from shoal import codec
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work, profile, spans
-from shoal.planner.strategy import plan, pricing, relaxing, strategy
+from shoal.planner.strategy import choices, plan, pricing, relaxing, strategy
 from shoal.planner.strategy.plan import Plan, StagePlan
 from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem, best_stages
@@ -212,19 +212,23 @@ def test_atom_comes_out_where_the_host_holds_what_the_device_does_not_and_lines_
     assert [stage.executor for stage in best.stages] == ["swapping"]
 
 
-def test_swarm_comes_out_where_all_lines_are_full_and_dtfm_where_links_are_far_or_steps_short() -> None:
-    """On full lines it matters little who is asked. Over a long step owners that ask whoever has least in progress keep
-    everybody at work too; in one or two rounds of microbatches in flight they collide, and take far links."""
+def test_planned_routes_come_out_where_they_are_asked_for_and_turns_are_as_good() -> None:
+    """On full lines, where sides are far apart, and in short steps: equal replicas that take turns leave nothing to plan."""
 
-    def best(cluster: Cluster, microbatches: int) -> Plan:
+    def best(cluster: Cluster, microbatches: int, wiring: Literal["best", "planned"] = "best") -> Plan:
         work = msgspec.structs.replace(WORK, microbatches=microbatches, sequences=1)
-        return decided(problem(cluster, work=work), 2, budget=0)
+        return decided(problem(cluster, work=work, wiring=wiring), 2, budget=0)
 
-    full = best(machines(8, flops=1e12), 32)
-    assert "stages wired by measured times: SWARM" in full.reason and not full.routes
-    for cluster, microbatches in ((sides(5e7), 32), (machines(8, bandwidth_Bps=1e9, flops=1e12), 16)):
-        wired = best(cluster, microbatches)
+    for cluster, microbatches in (
+        (machines(8, flops=1e12), 32),
+        (sides(5e7), 32),
+        (machines(8, bandwidth_Bps=1e9, flops=1e12), 16),
+    ):
+        by_turns, wired = best(cluster, microbatches), best(cluster, microbatches, "planned")
+        assert "stages wired by measured times: SWARM" in by_turns.reason and not by_turns.routes
         assert "planned routes between stages: DT-FM" in wired.reason and wired.routes
+        assert by_turns.predicted is not None and wired.predicted is not None
+        assert by_turns.predicted.step_s <= wired.predicted.step_s * strategy.PLANNED_GAIN
 
 
 def test_large_models_on_small_machines_swap_inside_stages() -> None:
@@ -236,8 +240,13 @@ def test_large_models_on_small_machines_swap_inside_stages() -> None:
 
 def test_sensitivities_are_sorted_and_name_what_helps() -> None:
     given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
-    sensitivities = relaxing.sensitivities(given, decided(given), lambda: np.random.default_rng(0), budget=20)
-    assert [entry[1] for entry in sensitivities] == sorted(entry[1] for entry in sensitivities)
+
+    def search(each: Problem, known: Plan | None = None, /) -> Plan:
+        return decide(each, np.random.default_rng(0), 20, None, known)
+
+    sensitivities = relaxing.sensitivities(given, decided(given), search)
+    speeds = [choices.tokens_per_s(entry[1]) for entry in sensitivities]
+    assert speeds == sorted(speeds, reverse=True)
     assert sensitivities[0][0] == "bandwidth x2"
 
 

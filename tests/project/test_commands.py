@@ -14,7 +14,8 @@ from shoal.cli.main import COMMANDS, main
 from shoal.config.describe import keys, sections
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "variants").glob("*.md"))]
+FOLDERS = (ROOT / "docs", ROOT / "docs" / "launch", ROOT / "docs" / "variants")
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 _BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
 SHORTCUTS = {"device.memory"}  # `shoal train device.memory=SIZE` takes it apart
 
@@ -76,7 +77,7 @@ def test_the_pages_are_searched() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert len(in_blocks(text)) > 25 and len(in_sentences(text)) > 60
     assert unknown("shoal run my.toml --no-such run.no_such=1") == ["--no-such", "run.no_such"]
-    assert unknown("shoal launch") == ["launch"]
+    assert unknown("shoal fly") == ["fly"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

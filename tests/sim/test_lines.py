@@ -157,6 +157,18 @@ def test_where_lines_are_wide_compute_decides() -> None:
     assert 36 * 0.6 / 2 < (times[-1] - times[0]) / 2 < 1.4 * 36 * 0.6 / 2
 
 
+def test_what_is_in_flight_is_decided_alike_in_the_simulator() -> None:
+    """By core: with 0 the trainers' windows follow the simulated lines, and a step is no longer than with six."""
+    seconds = []
+    for inflight in (6, 0):
+        case = lab(25 * MB)
+        swarm = Swarm(msgspec.structs.replace(case, settings=msgspec.structs.replace(case.settings, inflight=inflight)))
+        assert swarm.run().violations == ()
+        times = swarm.watch.commits.times_s
+        seconds.append(times[-1] - times[0])
+    assert seconds[1] < 1.03 * seconds[0]
+
+
 def test_lines_are_drawn_apart_from_everything_else() -> None:
     with_lines = load("lines")
     for seed in range(5):

@@ -292,9 +292,9 @@ def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
-    (accepts_a_stale_answer, STORM, (6, 55)),
+    (accepts_a_stale_answer, STORM, (23, 50)),
     (forgets_a_waiting_microbatch, ROUNDS, (19, 22)),
-    (averages_a_fenced_peer, ROUNDS, (11, 6)),
+    (averages_a_fenced_peer, ROUNDS, (26, 28)),
     (books_twice_after_a_retry, ROUNDS, (22, 10)),
     (adds_a_booked_microbatch_again, STORM, (17, 20)),
     (takes_any_half_for_a_quorum, HALVES, (8, 1)),

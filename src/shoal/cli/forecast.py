@@ -64,21 +64,10 @@ def main(args: argparse.Namespace) -> int:
         plan=args.plan,
     )
     check(outlook)
-    text = ""
-    if args.from_run:
-        forecasts, text = _from_run(args, outlook, files, settings)
-    elif args.bandwidth or args.delay or args.speed:
-        raise ValueError("--bandwidth, --delay and --speed change a recorded run: name it with --from-run runs/NAME")
-    else:
-        forecasts = [_forecast(outlook, file, settings) for file in files or [None]]
+    forecasts, text = _forecasts(args, outlook, files, settings)
     comparisons = [compared(forecasts[0], other) for other in forecasts[1:]]
     if args.pictures:
-        from shoal.dashboard import forecast_pictures  # matplotlib: only who draws waits for it
-
-        Path(args.pictures).mkdir(parents=True, exist_ok=True)
-        forecast_pictures.tokens(forecasts, Path(args.pictures) / "tokens")
-        forecast_pictures.parts(forecasts, Path(args.pictures) / "time")
-        print(f"drawn in {args.pictures}: tokens, time (png, svg)", file=sys.stderr)
+        _draw(forecasts, Path(args.pictures))
     if args.json:
         print(msgspec.json.encode({"simulated": True, "forecasts": forecasts, "comparisons": comparisons}).decode())
         return 0
@@ -86,6 +75,27 @@ def main(args: argparse.Namespace) -> int:
     for comparison in comparisons:
         print(forecast_report.comparison(comparison))
     return 0
+
+
+def _forecasts(
+    args: argparse.Namespace, outlook: Outlook, files: list[str], settings: list[str]
+) -> tuple[list[Forecast], str]:
+    """And what goes before them, as text."""
+    if args.from_run:
+        return _from_run(args, outlook, files, settings)
+    if args.bandwidth or args.delay or args.speed:
+        raise ValueError("--bandwidth, --delay and --speed change a recorded run: name it with --from-run runs/NAME")
+    named: list[str | None] = [*files] or [None]
+    return [_forecast(outlook, file, settings) for file in named], ""
+
+
+def _draw(forecasts: list[Forecast], there: Path) -> None:
+    from shoal.dashboard import forecast_pictures  # matplotlib: only who draws waits for it
+
+    there.mkdir(parents=True, exist_ok=True)
+    forecast_pictures.tokens(forecasts, there / "tokens")
+    forecast_pictures.parts(forecasts, there / "time")
+    print(f"drawn in {there}: tokens, time (png, svg)", file=sys.stderr)
 
 
 def _from_run(

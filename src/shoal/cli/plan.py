@@ -31,7 +31,6 @@ from shoal.escaping import describe
 from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight
 from shoal.launcher.planning import deciding, replanning
-from shoal.launcher.planning.deciding import BUDGET, SEED
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
@@ -103,37 +102,36 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> int:
-    decided = deciding.decide(tree, problem, args.stages, args.sizes)
+
+    def decide(given: Problem, known: plan.Plan | None = None) -> plan.Plan:
+        return deciding.decide(tree, given, args.stages, args.sizes, known)
+
+    decided = decide(problem)
+    other = relaxing.decide_from(problem, decided, what_if(problem, args.what_if), decide) if args.what_if else None
+    sensitivities = relaxing.sensitivities(problem, decided, decide) if args.sensitivity else []
     problem = choices.chosen(problem, decided)
     if args.out:
         plan.save(decided, args.out)
     tensor_bytes = max(problem.profile.boundary_bytes, problem.returned_bytes)
     if warning := config.narrow_store(tree, tensor_bytes, len(decided.stages), decided.inflight):
         print(f"warning: {warning}", file=sys.stderr)
-    other = _other(args, problem, decided)
-    sensitivities = []
-    if args.sensitivity:
-        sensitivities = relaxing.sensitivities(problem, decided, lambda: np.random.default_rng(SEED))
     if args.pictures:
         _draw(decided, problem, Path(args.pictures))
     if args.json:
-        rows = [{"change": change, "step_s": step_s, "stages": stages} for change, step_s, stages in sensitivities]
+        rows = [
+            {"change": change, "stages": len(than.stages)}
+            | {name: getattr(than.predicted, name) for name in ("step_s", "tokens_per_s")}
+            for change, than in sensitivities
+        ]
         whole = msgspec.to_builtins(decided) | {"what_if": msgspec.to_builtins(other), "sensitivity": rows}
         print(json.dumps(whole))
         return 0
     _print(decided, problem, tree)
     if other is not None:
         print(plan_report.comparison(decided, other, args.what_if))
-    for change, step_s, stages in sensitivities:
-        print(plan_report.sensitivity(decided, change, step_s, stages))
+    for change, than in sensitivities:
+        print(plan_report.sensitivity(decided, change, than))
     return 0
-
-
-def _other(args: argparse.Namespace, problem: Problem, decided: plan.Plan) -> plan.Plan | None:
-    if not args.what_if:
-        return None
-    changed = what_if(problem, args.what_if)
-    return relaxing.decide_from(problem, decided, changed, np.random.default_rng(SEED), BUDGET, args.stages)
 
 
 def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:

@@ -5,7 +5,16 @@ concern it; tree.py composes them, reading.py reads and refuses, printing.py pri
 follows from several. Why they do not stand in their owners' packages: docs/design/2026-11-22-settings.md.
 """
 
-from shoal.config.derived import ROUND_COPIES, local_batch, masked, narrow_store, settings, slices, tokens_per_step
+from shoal.config.derived import (
+    ROUND_COPIES,
+    inflight,
+    local_batch,
+    masked,
+    narrow_store,
+    settings,
+    slices,
+    tokens_per_step,
+)
 from shoal.config.printing import quoted, text
 from shoal.config.reading import from_tree, load, overridden, validate
 from shoal.config.sections.checkpoint import Checkpoint
@@ -32,6 +41,7 @@ __all__ = [
     "Train",
     "Tune",
     "from_tree",
+    "inflight",
     "load",
     "local_batch",
     "masked",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from shoal.config.sections import device, train
+from shoal.config.sections.run import Run
 from shoal.config.sections.train import microbatches
 from shoal.config.tree import Config
 from shoal.core.messages import Settings
+from shoal.core.trainer.window import LEAST
 
 # Of a piece's fp32 values, while a round runs: my own copy; the others' parts of my chunk, or the sums; parts of the next piece that
 # came early. My sums of this and the last piece are 1/n each, with parts and sums of n - 1 others: 3 together. In rows
@@ -40,6 +42,7 @@ def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int
 
     Below 2 * stages * inflight tensors servers answer Busy while they wait for one another, and a run is slow and right
     without saying why (docs/design/2026-11-21-direct-hops.md). A step that keeps fewer needs no more."""
+    inflight = inflight or LEAST
     wanted = min(2 * stages * inflight, 3 * microbatches(config.train))
     store_bytes = config.network.activation_store_bytes
     if stages == 1 or store_bytes >= wanted * tensor_bytes:
@@ -51,6 +54,11 @@ def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int
     )
 
 
+def inflight(run: Run) -> int:
+    """Microbatches that an owner drives at once; 0: as many as fill the lines (core/trainer/window.py)."""
+    return 0 if run.inflight == "auto" else run.inflight
+
+
 def settings(config: Config, first_step: int = 0) -> Settings:
     """What the machines need to know."""
     run, train = config.run, config.train
@@ -60,7 +68,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         steps=run.steps,
         first_step=first_step,
         peers=run.peers,
-        inflight=run.inflight,
+        inflight=inflight(run),
         queue_limit=run.queue_limit,
         save_every=config.checkpoint.every,
         save_last=config.checkpoint.at_end,
@@ -81,5 +89,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seats=tuple(run.placement.values()),
         routes=run.routes,
         line_rates=run.line_rates,
+        serve=run.serve,
+        cache_bytes=config.device.cache_bytes,
         tokens=train.microbatch * config.data.sequence if masked(config) else 0,
     )

@@ -155,6 +155,8 @@ def span(key: Key) -> str:
         return " | ".join(key.choices)
     if isinstance(key.kind, inspect.IntType | inspect.FloatType):
         return bounds(key.kind, key.name)
+    if isinstance(key.kind, inspect.UnionType):  # a word in place of a number
+        return " | ".join([*_words(key.kind), *(bounds(kind, key.name) for kind in numbers(key.kind))])
     spans = {bounds(kind, key.name) for kind in numbers(key.kind)}
     return f"each {spans.pop()}" if len(spans) == 1 else ""
 
@@ -173,6 +175,8 @@ def wanted(key: Key) -> str:
             return f"a list of {_many(item)}"
         case inspect.DictType(value_type=item):
             return f"a table of {_many(item)}"
+        case inspect.UnionType():
+            return " or ".join([*map(repr, _words(key.kind)), *(_ONE[type(kind)] for kind in numbers(key.kind))])
     return _ONE[type(key.kind)]
 
 
@@ -189,6 +193,10 @@ _MANY: dict[type, str] = {
     inspect.BoolType: "truth values",
     inspect.UnionType: "plain values",
 }
+
+
+def _words(kind: inspect.UnionType) -> list[str]:
+    return [str(word) for choice in kind.types if isinstance(choice, inspect.LiteralType) for word in choice.values]
 
 
 def _many(kind: inspect.Type) -> str:

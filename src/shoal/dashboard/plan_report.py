@@ -120,10 +120,11 @@ def comparison(plan: Plan, other: Plan, text: str) -> str:
     )
 
 
-def sensitivity(plan: Plan, change: str, step_s: float, stages: int) -> str:
-    assert plan.predicted is not None
-    factor = plan.predicted.step_s / step_s
-    return f"{change:<13} {step_s:.4g} s a step, {factor:.2f}x as fast, {stages_text(stages)}"
+def sensitivity(plan: Plan, change: str, other: Plan) -> str:
+    assert plan.predicted is not None and other.predicted is not None
+    now, then = plan.predicted, other.predicted
+    factor = then.tokens_per_s / now.tokens_per_s
+    return f"{change:<13} {then.step_s:.4g} s a step, {factor:.2f}x as fast, {stages_text(len(other.stages))}"
 
 
 def _seconds(value: float) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -97,6 +97,22 @@ class Executor(Protocol):
         ...
 
 
+@runtime_checkable
+class Inferring(Protocol):
+    """An executor that serves texts, too."""
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """See cut.Stage.infer; with the parameters that hops are computed with now."""
+        ...
+
+
+def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """ValueError: this executor serves none."""
+    if not isinstance(executor, Inferring):
+        raise ValueError("this peer serves no texts: only a resident stage on one device keeps keys and values")
+    return executor.infer(x, cache)
+
+
 class BoundaryShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -120,7 +136,8 @@ def hidden_size(config: Config) -> int:
         return int(hidden)
     if config.model.path:
         fields = json.loads((Path(config.model.path) / "config.json").read_text())
-        return int((fields["model"] if fields.get("model_type") == MODEL_TYPE else fields)["hidden_size"])
+        width = (fields["model"] if fields.get("model_type") == MODEL_TYPE else fields).get("hidden_size")
+        return int(hf_config(config).hidden_size if width is None else width)  # families such as gpt2 call it otherwise
     return config.model.hidden_size
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal import host
-from shoal.config import Config
+from shoal.config import Config, inflight
+from shoal.core.trainer.window import MOST
 from shoal.executor import base, fit
 from shoal.kept import Kept
 from shoal.model.cut import Stage
@@ -38,7 +39,8 @@ class Graphs:
     def __init__(self, stage: Stage, config: Config) -> None:
         most = config.device.kept_activations
         if most < 0:
-            most = config.run.inflight * config.run.peers  # no more are ever between a forward and its backward
+            # No more are ever between a forward and its backward
+            most = (inflight(config.run) or MOST) * config.run.peers
         self._stage, self._config, self._device = stage, config, base.device_of(config)
         self._most = 0 if stage.last else most  # the last stage runs no forward of its own
         self._parameters = [*(value for _, value in stage.named_parameters()), *stage.frozen()]

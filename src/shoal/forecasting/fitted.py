@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.leader.rules.removal import DOUBT_BEATS
-from shoal.core.messages import Peer
+from shoal.core.messages import Peer, Settings
 from shoal.forecasting.churn import Churn, Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import ENTRY_BEATS, SCAN_BEATS, Job, Patience
@@ -25,7 +25,7 @@ from shoal.forecasting.rates import StepModel
 from shoal.forecasting.recorded import Recorded, Transfer
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Device
-from shoal.planner.prediction.seats import Seats, WIDEST_Bps
+from shoal.planner.prediction.seats import Routing, Seats, WIDEST_Bps
 
 LEAST_STEPS = 5  # committed: the first does not count, and a median of fewer than four says little
 LEAST_ALIKE = 3  # tensors of a size on a line, for their median
@@ -138,28 +138,7 @@ def _job(recorded: Recorded, slot_of: dict[Peer, int], stage_of: tuple[int, ...]
     up_Bps, down_Bps = _rates(transfers, len(stage_of))
     devices = tuple(Device(name=f"m{slot}", flops=1.0, up_Bps=up_Bps[slot], down_Bps=down_Bps[slot]) for slot in slots)
     machines = Machines(devices, tuple(slots), delay_s, np.full_like(delay_s, WIDEST_Bps))
-    usual = {what: median(sizes) if sizes else 0.0 for what, sizes in recorded.tensors.items()}
-    gradient_bytes = tuple(recorded.gradient_bytes.get(stage, 0.0) for stage in range(settings.stages))
-    served = [max(stage, 0) for stage in stage_of]
-    seated = sorted((slot for slot in slots if stage_of[slot] >= 0), key=lambda slot: (stage_of[slot], slot))
-    fits = len(seated) == len(settings.seats) and [stage_of[slot] for slot in seated] == list(settings.seats)
-    routes = {
-        seated[owner]: tuple(tuple(seated[seat] for seat in turns) for turns in by_stage)
-        for owner, by_stage in enumerate(settings.routes if fits else ())
-    }
-    seats = Seats(
-        stage_of,
-        tuple(float(forward_s[slot, stage]) for slot, stage in enumerate(served)),
-        tuple(float(backward_s[slot, stage]) for slot, stage in enumerate(served)),
-        gradient_bytes,
-        usual["activation"],
-        usual["tokens"],
-        settings.microbatches,
-        settings.inflight,
-        returned_bytes=usual["gradient"],
-        staleness=settings.staleness,
-        routes=tuple(routes.get(slot, ()) for slot in slots) if routes else (),
-    )
+    seats = _seats(recorded, stage_of, forward_s, backward_s)
     beat_s = settings.heartbeat_s
     return Job(
         machines=machines,
@@ -168,7 +147,8 @@ def _job(recorded: Recorded, slot_of: dict[Peer, int], stage_of: tuple[int, ...]
         backward_s=backward_s,
         seats=seats,
         state_bytes=tuple(
-            recorded.state_bytes.get(stage, STATE_OVER_GRADIENT * nbytes) for stage, nbytes in enumerate(gradient_bytes)
+            recorded.state_bytes.get(stage, STATE_OVER_GRADIENT * nbytes)
+            for stage, nbytes in enumerate(seats.gradient_bytes)
         ),
         tokens=tokens,
         save_every=settings.save_every,
@@ -181,6 +161,39 @@ def _job(recorded: Recorded, slot_of: dict[Peer, int], stage_of: tuple[int, ...]
         ),
         round_s=median(recorded.rounds_s.values()) if recorded.rounds_s else 0.0,
     )
+
+
+def _seats(recorded: Recorded, stage_of: tuple[int, ...], forward_s: Floats, backward_s: Floats) -> Seats:
+    """Who serves what, and what that takes."""
+    settings = recorded.settings
+    usual = {what: median(sizes) if sizes else 0.0 for what, sizes in recorded.tensors.items()}
+    gradient_bytes = tuple(recorded.gradient_bytes.get(stage, 0.0) for stage in range(settings.stages))
+    served = [max(stage, 0) for stage in stage_of]
+    return Seats(
+        stage_of,
+        tuple(float(forward_s[slot, stage]) for slot, stage in enumerate(served)),
+        tuple(float(backward_s[slot, stage]) for slot, stage in enumerate(served)),
+        gradient_bytes,
+        usual["activation"],
+        usual["tokens"],
+        settings.microbatches,
+        settings.inflight,
+        returned_bytes=usual["gradient"],
+        staleness=settings.staleness,
+        routes=_routes(settings, stage_of),
+    )
+
+
+def _routes(settings: Settings, stage_of: tuple[int, ...]) -> Routing:
+    """The plan's, by machine, where everybody has its seat."""
+    slots = range(len(stage_of))
+    seated = sorted((slot for slot in slots if stage_of[slot] >= 0), key=lambda slot: (stage_of[slot], slot))
+    fits = len(seated) == len(settings.seats) and [stage_of[slot] for slot in seated] == list(settings.seats)
+    routes = {
+        seated[owner]: tuple(tuple(seated[seat] for seat in turns) for turns in by_stage)
+        for owner, by_stage in enumerate(settings.routes if fits else ())
+    }
+    return tuple(routes.get(slot, ()) for slot in slots) if routes else ()
 
 
 def _table(recorded: Recorded, slot_of: dict[Peer, int], stage_of: tuple[int, ...], backward: bool) -> Floats:

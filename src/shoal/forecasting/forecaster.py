@@ -440,8 +440,8 @@ def forecast(
     seed: int,
     progress: Callable[[float], None] = lambda now: None,
 ) -> History:
-    """One seed's run until the horizon."""
-    run = Run(job, model, presences, start_s)
+    """One seed's run until the horizon. Machines on slots that the plan leaves out take no part."""
+    run = Run(job, model, [one for one in presences if job.stage_of[one.slot] >= 0], start_s)
     run.play(horizon_s, progress)
     parts = Parts(**run.parts)
     stuck = run.stuck or (_why_stuck(parts, run) if not run.progress.step else "")

@@ -70,8 +70,8 @@ class Rates:
             for name in ("up_Bps", "down_Bps")
         )
         self.compute = 1.0 / job.hop_s
-        line_s = np.maximum(handed_on[None, :] / up_Bps, (handed + requests)[None, :] / down_Bps)
-        self.replica = 1.0 / np.maximum(job.hop_s, line_s)
+        self.line_s = np.maximum(handed_on[None, :] / up_Bps, (handed + requests)[None, :] / down_Bps)
+        self.replica = 1.0 / np.maximum(job.hop_s, self.line_s)
         self.line_Bps = np.minimum(up_Bps, down_Bps)[:, 0]
 
     def of_stages(self, table: Floats, composition: Composition, stages: int) -> Floats:
@@ -210,7 +210,7 @@ class Aggregated:
         compute_s = float((np.bincount(at, own_s, minlength=stages) / np.bincount(at, minlength=stages)).sum())
         line_s = float(np.mean(1.0 / self._rates.line_Bps[self._rates.kind_of[members]]))
         trip_s = compute_s + 2 * (2 * stages - 1) * delay_s + self._moved_bytes * line_s
-        return math.ceil(microbatches / len(members)) / job.seats.inflight * trip_s
+        return math.ceil(microbatches / len(members)) / job.seats.most_inflight * trip_s
 
     def _averaging_s(self, composition: Composition) -> float:
         """The slowest stage's reduce-scatter and all-gather, at even shares on its narrowest line."""
@@ -220,7 +220,10 @@ class Aggregated:
             if len(kinds) < 2:
                 continue
             present = np.unique(kinds)
-            pair_Bps = float(job.machines.bandwidth_Bps[np.ix_(present, present)].min())
+            links_Bps = job.machines.bandwidth_Bps[np.ix_(present, present)]
+            pair_Bps = float(
+                links_Bps[links_Bps > 0].min()
+            )  # 0: the only machine of its kind has no link to another of it
             delay_s = float(job.machines.delay_s[np.ix_(present, present)].max())
             line_Bps = float(self._rates.line_Bps[present].min())
             rows = row_lengths(len(kinds))
@@ -254,6 +257,29 @@ class Aggregated:
         )
 
 
+class Delayed:
+    """A model's steps with delayed updates: a step's round runs beside the next step's microbatches, on the same lines."""
+
+    def __init__(self, job: Job, model: Aggregated) -> None:
+        self._job, self._model, self._rates = job, model, Rates(job)
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        step = self._model(composition)
+        if step is None:
+            return None
+        beside_s = max(step.averaging_s + step.agreeing_s, step.averaging_s + self._line_s(composition, step))
+        return msgspec.structs.replace(
+            step, averaging_s=max(beside_s - step.microbatches_s, 0.0), agreeing_s=step.agreeing_s / 2
+        )
+
+    def _line_s(self, composition: Composition, step: StepTime) -> float:
+        """Seconds that the busiest line carries the step's microbatches."""
+        slots = np.flatnonzero(composition >= 0)
+        kinds, at = self._rates.kind_of[slots], composition[slots]
+        shares = self._rates.replica[kinds, at] / np.array(step.stage_rates)[at]
+        return float((self._job.microbatches * shares * self._rates.line_s[kinds, at]).max())
+
+
 def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
     """At most so many of the slots, or one for each stage, as many of each stage in proportion, taken evenly from its replicas."""
     members = [slot for slot, stage in enumerate(stage_of) if stage >= 0]
@@ -268,7 +294,9 @@ def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
 
 def model_of(job: Job, changes: int) -> StepModel:
     """`changes`: how many compositions the whole forecast may ask for. Few of a small fleet are played."""
-    return Played(job) if len(job.stage_of) <= PLAYED_MOST and changes <= PLAYS_MOST else Aggregated(job)
+    if len(job.stage_of) <= PLAYED_MOST and changes <= PLAYS_MOST:
+        return Played(job)
+    return Delayed(job, Aggregated(job)) if job.seats.staleness else Aggregated(job)
 
 
 PLAYS_MOST = 300  # a composition takes 0.1 to 1 s

@@ -31,7 +31,6 @@ from shoal.core.messages import (
     GatherChunk,
     Gradient,
     Join,
-    Note,
     Offer,
     Output,
     Peer,
@@ -84,7 +83,6 @@ class Recorded(msgspec.Struct, frozen=True, eq=False):
     asked_s: dict[Peer, float]  # when it asked to join
     last_s: dict[Peer, float]  # its last line
     ended: frozenset[Peer]  # with the run, or by leaving
-    removed: list[tuple[float, str]]  # when, and what was said of whom
 
 
 def read(path: Path) -> Recorded:
@@ -97,10 +95,19 @@ def read(path: Path) -> Recorded:
     return reader.recorded()
 
 
+class _Life(msgspec.Struct):
+    """What a peer's lines say of itself."""
+
+    settings: Settings
+    last_s: float = 0.0
+    asked_s: float | None = None
+    ended: bool = False
+
+
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._settings: dict[Peer, Settings] = {}
+        self._lives: dict[Peer, _Life] = {}
         self._now = float("-inf")
         self._tasks: dict[tuple[Peer, str], tuple[float, Task]] = {}
         self._sent: dict[tuple[Peer, Peer, object], deque[float]] = defaultdict(deque)
@@ -108,16 +115,11 @@ class _Reader:
         self._round_tasks: dict[tuple[int, Peer], float] = defaultdict(float)
         self._transfers: list[Transfer] = []
         self._tensors: dict[str, list[int]] = {"tokens": [], "activation": [], "gradient": []}
-        self._rounds: dict[int, Round] = {}
-        self._announced: dict[int, float] = {}
+        self._rounds: dict[int, tuple[float, Round]] = {}  # when it was announced
         self._reduced: dict[int, float] = {}
         self._averaged: dict[tuple[int, Peer], int] = defaultdict(int)  # bytes of chunks received, by round
         self._state: dict[int, float] = {}
-        self._asked: dict[Peer, float] = {}
-        self._last: dict[Peer, float] = {}
         self._unsent: list[tuple[float, Peer, str]] = []  # when, from whom, and what was received
-        self._ended: set[Peer] = set()
-        self._removed: list[tuple[float, str]] = []
 
     def on_header(self, header: trace.Header) -> None:
         if header.before:
@@ -125,15 +127,15 @@ class _Reader:
                 f"{self._path}: {header.before:,} lines of {header.peer} are not in this trace any more;"
                 " a larger run.trace_bytes keeps them"
             )
-        self._settings[header.peer] = header.settings
+        self._lives.setdefault(header.peer, _Life(header.settings))
 
     def on_record(self, record: trace.TraceRecord, number: int) -> None:
         where, peer, now = f"{self._path}, line {number}", record.peer, record.time_s
-        if peer not in self._settings:
+        if peer not in self._lives:
             raise ValueError(f"{where}: {peer} acts before the header that introduces it")
         if now < self._now:
             raise ValueError(f"{where}: {self._now - now:.3f} s before the line above; a trace is in order of time")
-        self._now = self._last[peer] = now
+        self._now = self._lives[peer].last_s = now
         match record.event:
             case Received():
                 self._on_received(record.event, peer, now, where)
@@ -146,17 +148,15 @@ class _Reader:
                 case Send():
                     self._on_send(command, peer, now)
                 case Finish():
-                    self._ended.add(peer)
-                case Note(kind="removed"):
-                    self._removed.append((now, command.text))
+                    self._lives[peer].ended = True
 
     def _on_send(self, command: Send, peer: Peer, now: float) -> None:
         message = command.message
         if isinstance(message, Join):
-            self._asked.setdefault(peer, now)
+            life = self._lives[peer]
+            life.asked_s = now if life.asked_s is None else life.asked_s
         elif isinstance(message, Round):
-            self._rounds[message.round] = message
-            self._announced.setdefault(message.step, now)
+            self._rounds.setdefault(message.round, (now, message))
         if isinstance(message, FOLLOWED) and command.peer != peer:
             self._sent[peer, command.peer, message].append(now)
 
@@ -195,34 +195,35 @@ class _Reader:
         elif isinstance(task, ROUND_TASKS) and isinstance(step := getattr(task, "step", None), int):
             self._round_tasks[step, peer] += event.seconds
 
-    def recorded(self) -> Recorded:
-        if not self._settings:
-            raise ValueError(f"{self._path}: holds no peer's trace")
+    def _refuse_unsent(self) -> None:
         for at_s, source, what in self._unsent:
-            if self._last.get(source, 0.0) > at_s + UNWRITTEN_S:
+            if source in self._lives and self._lives[source].last_s > at_s + UNWRITTEN_S:
                 raise ValueError(f"{what} that {source} has not sent before; this record is not true")
-        steps = {step for step, _ in self._round_tasks}
+
+    def recorded(self) -> Recorded:
+        if not self._lives:
+            raise ValueError(f"{self._path}: holds no peer's trace")
+        self._refuse_unsent()
+        rounds_s: dict[int, float] = {}
+        for (step, _), seconds in self._round_tasks.items():
+            rounds_s[step] = max(seconds, rounds_s.get(step, 0.0))
         return Recorded(
-            settings=next(iter(self._settings.values())),
-            peers=tuple(self._settings),
+            settings=next(iter(self._lives.values())).settings,
+            peers=tuple(self._lives),
             hops_s=dict(self._hops),
-            rounds_s={
-                step: max(seconds for (of, _), seconds in self._round_tasks.items() if of == step)
-                for step in sorted(steps)
-            },
+            rounds_s=rounds_s,
             transfers=self._transfers,
             tensors=self._tensors,
-            gradient_bytes=_averaged(self._rounds.values(), self._averaged),
+            gradient_bytes=_averaged([message for _, message in self._rounds.values()], self._averaged),
             state_bytes=self._state,
             parts={
-                step: StepParts(at_s, self._reduced[step])
-                for step, at_s in self._announced.items()
-                if step in self._reduced
+                message.step: StepParts(at_s, self._reduced[message.step])
+                for at_s, message in reversed(self._rounds.values())
+                if message.step in self._reduced
             },
-            asked_s=self._asked,
-            last_s=self._last,
-            ended=frozenset(self._ended),
-            removed=self._removed,
+            asked_s={peer: life.asked_s for peer, life in self._lives.items() if life.asked_s is not None},
+            last_s={peer: life.last_s for peer, life in self._lives.items()},
+            ended=frozenset(peer for peer, life in self._lives.items() if life.ended),
         )
 
 

@@ -91,9 +91,11 @@ class Launcher:
 
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
-        if self.job.plan is None:
-            return reach.private(self.config, self.job.here) if self.authority is not None else self.config
-        return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        if self.job.plan is not None:
+            config = plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        else:
+            config = reach.private(self.config, self.job.here) if self.authority is not None else self.config
+        return reach.founding(config, self.directory, number, self._warn) if self.authority is not None else config
 
     def _warn(self, text: str) -> None:
         self.watch.tell("trouble", text, time.monotonic())
@@ -194,6 +196,9 @@ class Launcher:
         terminal.say(f"step {self.watch.saved:,} is saved: going at once loses nothing before it")
 
     def _conclude(self) -> Outcome:
+        if self.config.run.serve and self.authority is not None:
+            summary = self.watch.summary(time.monotonic(), self.early)
+            return Outcome(self._exit_code(summary, False), summary, escaped_lines(f"serving ended: {self.early}"))
         finished = self.watch.finished and not self.watch.failed
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         if self.authority is None:
@@ -265,13 +270,18 @@ class Launcher:
 
     async def _welcome(self, terminal: Terminal) -> None:
         """Where peers of other machines are expected, print how they join; on a guest's machine, where it is reached."""
-        missing = self.config.run.peers - self.job.here
         while not self.crew.addresses:
             await asyncio.sleep(SHOW_S)
+        await self._invite_guests(terminal, self.config.run.peers - self.job.here)
+        while not self.watch.started:
+            await asyncio.sleep(SHOW_S)
+        if self.config.run.serve:
+            terminal.say(reach.serving(self.directory))
+
+    async def _invite_guests(self, terminal: Terminal, missing: int) -> None:
         if self.authority is None:
-            self.watch.tell(
-                "network", f"this machine is reached at {reach.reached(self.crew.addresses)}", time.monotonic()
-            )
+            where = reach.reached(self.crew.addresses)
+            self.watch.tell("network", f"this machine is reached at {where}", time.monotonic())
         if self.authority is None or missing <= 0:
             return
         self._write_lists()

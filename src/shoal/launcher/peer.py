@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -23,13 +22,11 @@ import msgspec
 from shoal import config as configuration
 from shoal.escaping import describe, escaped, escaped_lines
 from shoal.launcher.launch import News, PeerSpec, Start
+from shoal.launcher.process import ORPHANED, die_with
 from shoal.runtime.records.report import Ended, encode
 
 if TYPE_CHECKING:
     from shoal.runtime.node import Node
-
-PR_SET_PDEATHSIG = 1
-ORPHANED = 3
 
 
 def main() -> int:
@@ -45,14 +42,6 @@ def main() -> int:
     out.write(encode(ended))
     out.flush()
     return 0 if ended.ok else 1
-
-
-def die_with(launcher: int) -> None:
-    """Ask the kernel (Linux) to kill this process when its parent dies; it may have died already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:
-        os._exit(ORPHANED)
 
 
 class PlainFormatter(logging.Formatter):
@@ -108,6 +97,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         port=config.network.port if spec.first else 0,
         trace=traces / f"{spec.label}.jsonl",
         answers=answers,
+        key=Path(spec.key) if spec.key else None,
     )
 
     async def run() -> Ended:

@@ -1,11 +1,12 @@
 """Which process is meant, beyond its number: numbers are used again, so a process is its number and the moment it began.
 
 For `shoal run`, which writes down its peers' (files/rundir.py), and `shoal chaos`, which signals them from another process and must
-never hit anything else.
+never hit anything else. And a process that does not outlive its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,12 +16,23 @@ from pathlib import Path
 
 import msgspec
 
+PR_SET_PDEATHSIG = 1
+ORPHANED = 3
+
 
 class Process(msgspec.Struct, frozen=True):
     """`began` is when it started, in the operating system's own words: only good for comparing."""
 
     pid: int
     began: str
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel (Linux) to send this process a signal when its parent dies; it may have died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(ORPHANED)
 
 
 def identify(pid: int) -> Process | None:

@@ -7,12 +7,14 @@ For launcher.py and cli/join.py. What a peer learns later, when it has called, i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import random
 import re
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ import msgspec
 
 from shoal.config import Config
 from shoal.core.messages import Peer
+from shoal.launcher import preflight
+from shoal.runtime.records.report import replace
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ ASK_S = 0.5  # between two look-ups of a run's peers
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
 HOSTS = 4  # of one peer in an invite
 INVITE = "guests.invite"  # in the run's directory
+PORT = "founder.port"  # there too
+PORTS = range(20_000, 32_000, 3)  # with the next two each; systems take none of these for connections to others
 _TCP = re.compile(r"/ip[46]/([^/]+)/tcp/(\d+)")
 _REFUSED = (
     "refuses the connection: that machine is up, but nobody listens on TCP port {port}. The run has ended or was started again on another"
@@ -45,6 +51,28 @@ def private(config: Config, here: int) -> Config:
     return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, host="127.0.0.1"))
 
 
+def founding(config: Config, directory: Path, number: int, warn: Callable[[str], None]) -> Config:
+    """The configuration of the founder's peer with that number, from 0. The first one of a run that others may join listens on the same
+    port in every session, beside the same key (`launch.PeerSpec.key`): invites of an earlier session go on leading to the run."""
+    if number or config.network.port or is_loopback(config.network.host):
+        return config
+    port = _kept_port(config, directory / PORT, warn)
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, port=port))
+
+
+def _kept_port(config: Config, file: Path, warn: Callable[[str], None]) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        text = file.read_text(errors="replace").strip()
+        kept = int(text) if re.fullmatch(r"\d{1,5}", text) and 0 < int(text) < 65535 else 0
+        if kept and not any(preflight.address(config, kept)):
+            return kept
+        warn(f"port {kept or text!r} of the session before is not free: invites of that time find this run no more")
+    free = (port for port in random.sample(PORTS, len(PORTS)) if not any(preflight.address(config, port)))
+    if port := next(free, 0):
+        replace(file, f"{port}\n".encode())
+    return port
+
+
 def refuse_private(config: Config, addresses: Sequence[str]) -> None:
     """ValueError: nobody on another machine could use an invite with these addresses."""
     if config.network.host == AUTO and addresses and all(map(is_loopback, hosts(addresses))):
@@ -52,6 +80,12 @@ def refuse_private(config: Config, addresses: Sequence[str]) -> None:
             "this run listens to this machine alone (127.0.0.1), as all its peers were started here: an invite would be of no use. End"
             " it with Ctrl-C, and go on with: shoal run CONFIG --resume network.host=0.0.0.0"
         )
+
+
+def serving(directory: Path) -> str:
+    """What to do with a swarm whose stages are all served."""
+    words = f'shoal generate {directory} "a few words", or shoal chat {directory}'
+    return f"every stage is served; for texts, while this command lasts: {words}"
 
 
 def reached(addresses: Sequence[str]) -> str:

@@ -162,7 +162,7 @@ def _slow_store(config: Config, plan: Plan | None) -> str:
         OSError,
     ):  # no such model, which is said elsewhere; or only transformers knows the family's shape
         return ""
-    return configuration.narrow_store(config, size_bytes, config.run.stages, config.run.inflight)
+    return configuration.narrow_store(config, size_bytes, config.run.stages, configuration.inflight(config.run))
 
 
 def _ended(config: Config, directory: Path) -> Summary | None:

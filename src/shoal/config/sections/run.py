@@ -40,8 +40,11 @@ class Run(Section, frozen=True):
     ] = ()
     steps: Annotated[int, Meta(ge=1, le=10**12, description="The run ends after this many optimizer steps.")] = 200
     inflight: Annotated[
-        int, Meta(ge=1, le=4096, description="A peer drives this many microbatches through the pipeline at once.")
-    ] = 4
+        Annotated[int, Meta(ge=1, le=4096)] | Literal["auto"],
+        Meta(
+            description="A peer drives this many microbatches through the pipeline at once; auto follows bandwidth, delay and memory."
+        ),
+    ] = "auto"
     queue_limit: Annotated[
         int,
         Meta(ge=1, le=4096, description="A peer that has this many tasks waiting answers further requests with Busy."),
@@ -85,6 +88,12 @@ class Run(Section, frozen=True):
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
     ] = 1 << 28
+    serve: Annotated[
+        bool,
+        Meta(
+            description="The peers train nothing: they serve the model to `shoal generate` and `shoal chat`; `shoal serve` sets it."
+        ),
+    ] = False
     log_to: Annotated[
         tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
         Meta(description='The launcher also writes each step\'s figures to these, such as ["jsonl", "tensorboard"].'),

@@ -50,7 +50,9 @@ class Choice:
         home = self._name if self._settings.home and avoid != self._name else ""
         planned = self._planned.peer(want.stage, m.index)
         load = in_progress(active)
-        chosen = self._routes.choose(want.stage, now, want.kind.size, avoid, home=home, planned=planned, load=load)
+        chosen = self._routes.choose(
+            want.stage, now, want.kind.size, avoid, home=home, planned=planned, load=load, index=m.index
+        )
         if chosen is None:
             return ""
         if planned and chosen[0] != planned:

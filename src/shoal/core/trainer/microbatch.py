@@ -33,6 +33,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.trainer.routing import BACKWARD_SIZE, FORWARD_SIZE
+from shoal.core.trainer.window import Window
 
 Request = Forward | Backward | Recall | Cancel
 Answer = Output | Gradient | Cancelled | Busy | Refused | Missing | Pending
@@ -257,9 +258,10 @@ def _first(peer: Peer, where: Where) -> Where:
 
 
 class Owned:
-    """The microbatches a trainer owns, by place. Every one is in exactly one place until its step is over."""
+    """The microbatches of a step that a trainer owns, by place. Every one is in exactly one place until its step is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: Window) -> None:
+        self.window = window
         self.held: dict[Index, Microbatch] = {}
         self.active: dict[Index, Microbatch] = {}
         self._waiting: list[Index] = []  # heap: oldest first
@@ -270,17 +272,23 @@ class Owned:
         m.progress = Progress.WAITING
         heappush(self._waiting, m.index)
 
-    def start(self, most: int) -> Microbatch | None:
-        """The oldest that waits is now in progress, unless `most` are."""
-        if not self._waiting or len(self.active) >= most:
+    def next_step(self) -> Owned:
+        self.window.begin()
+        return Owned(self.window)
+
+    def start(self, now: float) -> Microbatch | None:
+        """The oldest that waits is now in progress, unless the window is full."""
+        if not self._waiting or len(self.active) >= self.window.size:
             return None
         m = self.held[heappop(self._waiting)]
         m.progress = Progress.ACTIVE
         self.active[m.index] = m
+        self.window.start(m.index, now)
         return m
 
-    def finish(self, m: Microbatch) -> None:
+    def finish(self, m: Microbatch, now: float) -> None:
         """Its blobs stay: a booking can still be lost."""
+        self.window.finish(m.index, now)
         m.progress = Progress.FINISHED
         m.late.clear()
         del self.active[m.index]

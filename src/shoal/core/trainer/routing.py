@@ -7,9 +7,10 @@ its ban.
 
 What we changed: a timeout is a slow sample and not a ban. A ban is bounded, and ends with one probation request. Busy is back-pressure.
 Deadlines follow the median of measured times, since the first answer of a stage may be of a peer that was stopped. The last replicas of
-a stage are used even when banned. And the peer with the least work in progress comes first; virtual time only breaks ties: an answer
-reports the queue that its request met, and where a link or a stage is full that was long ago, so that all trainers would choose the same
-peer and shares would oscillate (docs/design/2026-11-22-least-loaded.md).
+a stage are used even when banned. And the peer that is expected to answer first is chosen, by what this trainer has in progress there: an
+answer reports the queue that its request met, and where a link or a stage is full that was long ago, so that all trainers would choose the
+same peer and shares would oscillate (docs/design/2026-11-22-least-loaded.md). Virtual time breaks ties. Of peers that answer about as soon
+the microbatch's index chooses, so that the trainers' choices together are even, too (docs/design/2026-11-23-turns.md).
 
 What to send is microbatch.py's business, attempts are trainer.py's.
 """
@@ -23,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from shoal.core.latency import Latency, Usual
-from shoal.core.messages import Member, Peer, Settings, Stage
+from shoal.core.messages import Index, Member, Peer, Settings, Stage
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
@@ -35,6 +36,7 @@ CAUGHT_UP = (
 )
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
+TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent
 
@@ -105,8 +107,9 @@ class Wiring:
         """The same for deadlines: a peer is not slow only because its whole stage is loaded."""
         return min(max(self.estimate(replica), self.usual.value), FAR * self.usual.value)
 
-    def choose(self, now: float, avoid: str, load: Load) -> tuple[Replica, str] | None:
-        """Of the replicas with the least `load`, the one of least virtual time; `avoid` only if no other is ready."""
+    def choose(self, now: float, avoid: str, load: Load, turn: Replica | None = None) -> tuple[Replica, str] | None:
+        """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
+        other is ready. `turn`: ready, and chosen unless another is expected to answer much sooner."""
         self._settle(now)
         if not self._ready:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
@@ -117,13 +120,22 @@ class Wiring:
             if peer != avoid and peer not in load:
                 break
             self._settle(now)
-        entry = min(candidates, key=lambda each: (each[3].peer == avoid, load.get(each[3].peer, 0.0), each[:3]))
+        entry = min(candidates, key=lambda each: (each[3].peer == avoid, self._response_s(each[3], load), each[:3]))
+        if turn is not None and TURN * self._response_s(turn, load) <= self._response_s(entry[3], load):
+            for other in candidates:
+                heappush(self._ready, other)
+            self.take(turn)
+            return turn, "its turn"
         for other in candidates:
             if other is not entry:
                 heappush(self._ready, other)
         self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
         replica = entry[3]
-        return replica, "probation after a ban" if replica.level else "least virtual time"
+        return replica, "probation after a ban" if replica.level else "expected to answer first"
+
+    def _response_s(self, replica: Replica, load: Load) -> float:
+        """Seconds until it would have answered one more hop."""
+        return (load.get(replica.peer, 0.0) + 1.0) * self.estimate(replica)
 
     def take(self, replica: Replica) -> None:
         """It is chosen as planned, out of turn: the replicas that were skipped are not owed the time."""
@@ -160,9 +172,15 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
+        self._turns: list[list[Peer]] = [
+            [] for _ in range(settings.stages)
+        ]  # by stage, in the same order at every trainer
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:
         stage_of = {member.peer: member.stage for member in members}
+        self._turns = [[] for _ in self._turns]
+        for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
+            self._turns[member.stage].append(member.peer)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for peer, stage in stage_of.items():
@@ -179,12 +197,14 @@ class Routes:
         home: str = "",
         planned: str = "",
         load: Load = NOTHING,
+        index: Index | None = None,
     ) -> tuple[Peer, str] | None:
         """The replica for a hop of that size, which is charged for it, and the reason; None while all are busy (see `wake`), or without
         replicas.
 
-        Of equally loaded replicas (`load`) the one of least virtual time. `home` is waited for while it is busy, and skipped when it
-        is banned; `planned` is chosen if it is in good standing; `avoid` is skipped if another replica is ready."""
+        The one expected to answer first, with this `load`; of about equal ones the one whose turn it is with microbatch `index`.
+        `home` is waited for while it is busy, and skipped when it is banned; `planned` is chosen if it is in good standing; `avoid` is
+        skipped if another replica is ready."""
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
@@ -194,7 +214,7 @@ class Routes:
             wiring.take(replica)
             replica.virtual += size * wiring.estimate(replica)
             return planned, "as planned"
-        chosen = wiring.choose(now, avoid, load)
+        chosen = wiring.choose(now, avoid, load, self._turn(stage, index, now, avoid) if index is not None else None)
         if chosen is None:
             return None
         replica, reason = chosen
@@ -205,6 +225,15 @@ class Routes:
             replica.banned_until = max(replica.banned_until, now + self._ban_s(replica))
         wiring.place(replica, now)
         return replica.peer, reason
+
+    def _turn(self, stage: Stage, index: Index, now: float, avoid: str) -> Replica | None:
+        """Whose turn it is with that microbatch: shifted by one with every round of the owners, so that each meets all replicas. None:
+        it is not in good standing."""
+        turns = self._turns[stage]
+        if not turns:
+            return None
+        peer = turns[(index + index // len(self._at)) % len(turns)]
+        return None if self._skip_reason(stage, peer, now, avoid) else self._at[peer][1]
 
     def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str) -> str:
         """Why the planned peer does not receive this hop; '' if it does."""

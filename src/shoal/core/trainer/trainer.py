@@ -60,6 +60,7 @@ from shoal.core.trainer.microbatch import (
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import Chance, Routes
 from shoal.core.trainer.takeover import Takeovers
+from shoal.core.trainer.window import Window
 
 _NOTHING = View(number=0, step=0, members=())  # before the first view
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
@@ -80,7 +81,7 @@ class Trainer:
         self._timers = Timers()
         self._view = _NOTHING
         self._stage_of: dict[Peer, Stage] = {}
-        self._owned = Owned()
+        self._owned = Owned(Window(settings))
         self._takeovers = Takeovers()  # mine too, but not before everybody has shown their books
         self._fetches: dict[str, Microbatch] = {}
         self._serial = 0
@@ -213,7 +214,7 @@ class Trainer:
 
     def _forget_all(self) -> None:
         self._drop([blob for m in self._owned.held.values() for blob in m.blobs()])
-        self._owned = Owned()
+        self._owned = self._owned.next_step()
         self._takeovers.clear()
         self._timers.forget_all()
         self._fetches.clear()
@@ -259,7 +260,7 @@ class Trainer:
         self._owned.leave_park(m)
         want = plan(m)
         if want.kind is Kind.FINISHED:
-            self._owned.finish(m)
+            self._owned.finish(m, now)
             self._timers.forget(m.index)
         elif want.kind is Kind.FETCH:
             self._fetch(m, now)
@@ -344,6 +345,7 @@ class Trainer:
                 self._retry(m, now)
             return
         self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
+        self._owned.window.made(message.nbytes)
         if m.x[asked.stage + 1]:
             return
         m.made(asked, gradient=False)
@@ -439,7 +441,7 @@ class Trainer:
             self._out.append(Drop(tuple(blobs)))
 
     def _flush(self, now: float) -> list[Command]:
-        while (m := self._owned.start(self._settings.inflight)) is not None:
+        while (m := self._owned.start(now)) is not None:
             self._advance(m, now)
         out = self._out[:]
         self._out.clear()

@@ -12,13 +12,16 @@ from shoal.planner.strategy.problem import Problem
 SEED, BUDGET = 0, 400  # of the search; evaluations
 
 
-def decide(tree: Config, problem: Problem, stages: int | None = None, sizes: bool = False) -> Plan:
-    """`stages`: consider this number only; `sizes`: choose train.microbatch, too. ValueError: nothing fits."""
+def decide(
+    tree: Config, problem: Problem, stages: int | None = None, sizes: bool = False, known: Plan | None = None
+) -> Plan:
+    """`stages`: consider this number only; `sizes`: choose train.microbatch, too; `known`: a plan that these machines can run, to
+    search from as well. ValueError: nothing fits."""
 
     def decide_one(given: Problem) -> Plan:
         if sizes:
-            return strategy.decide_sizes(given, lambda: np.random.default_rng(SEED), BUDGET, stages)
-        return strategy.decide(given, np.random.default_rng(SEED), BUDGET, stages)
+            return strategy.decide_sizes(given, lambda: np.random.default_rng(SEED), BUDGET, stages, known)
+        return strategy.decide(given, np.random.default_rng(SEED), BUDGET, stages, known)
 
     return choices.choose(problem, tree.plan.allow, decide_one, lambda peers: _shares_out(tree, peers))
 

@@ -73,7 +73,7 @@ def work(tree: config.Config) -> Work:
         sequences=train.microbatch,
         tokens=tree.data.sequence,
         value_bytes=4 if train.dtype == "float32" else 2,
-        inflight=tree.run.inflight,
+        inflight=config.inflight(tree.run),
     )
 
 

@@ -45,7 +45,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int  # per microbatch
     tokens: int  # per sequence
     value_bytes: int  # of parameters in compute, and of boundary tensors
-    inflight: int = 4  # microbatches a trainer drives at once
+    inflight: int = 4  # microbatches a trainer drives at once; 0: as many as fill the lines
 
     @property
     def microbatch_tokens(self) -> int:

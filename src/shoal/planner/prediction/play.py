@@ -1,7 +1,8 @@
 """Plays the microbatches of a step: which hop runs where and when, with the decisions of core itself.
 
-Each owner drives `inflight` microbatches. What comes next for one, what its request carries and which replica gets it is asked of core
-(microbatch.py, choice.py, routing.py), by the plan's routes where there are any, so the wiring that is predicted is the one that runs.
+Each owner drives as many microbatches as its window says (window.py). What comes next for one, what its request carries and which replica
+gets it is asked of core (microbatch.py, choice.py, routing.py), by the plan's routes where there are any, so the wiring that is
+predicted is the one that runs.
 A hop runs when its request and its tensor have both arrived; a replica computes one hop at a time, backward hops first.
 """
 
@@ -20,6 +21,7 @@ from shoal.core.trainer.choice import Choice
 from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import Routes
+from shoal.core.trainer.window import Window
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.lines import Lines
@@ -80,6 +82,7 @@ class Play:
             seats=tuple(seats.stage_of[device] for device in self._members),
             routes=self._seat_routes(),
             home=seats.stages == 1 and not seats.routes,
+            inflight=seats.inflight,
         )
         self.lines = Lines(cluster)
         self.computed = np.zeros(len(cluster.devices))
@@ -102,7 +105,7 @@ class Play:
         if not self._owners:
             self._owners = self._new_owners(start)
         for owner in self._owners.values():
-            owner.owned = Owned()
+            owner.owned = owner.owned.next_step()
         self._left, self._lacks = microbatches, [1] * microbatches
         for index in range(microbatches):
             m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
@@ -126,7 +129,7 @@ class Play:
             routes.on_view(members, now)
             planned.on_view(members)
             choice = Choice(str(device), self._settings, routes, planned, Reports(routes, []))
-            owners[device] = _Owner(routes, choice, Owned())
+            owners[device] = _Owner(routes, choice, Owned(Window(self._settings)))
         return owners
 
     def _seat_routes(self) -> Routing:
@@ -154,7 +157,7 @@ class Play:
         self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then), act))
 
     def _begin(self, owner: int, now: float) -> None:
-        while (m := self._owners[owner].owned.start(self._seats.inflight)) is not None:
+        while (m := self._owners[owner].owned.start(now)) is not None:
             self._advance(owner, m, now)
 
     def _advance(self, owner: int, m: Microbatch, now: float) -> None:
@@ -162,7 +165,7 @@ class Play:
         want = plan(m)
         if want.kind is Kind.FINISHED:
             self._left -= 1
-            self._owners[owner].owned.finish(m)
+            self._owners[owner].owned.finish(m, now)
             self._begin(owner, now)
             return
         choice, active = self._owners[owner].choice, self._owners[owner].owned.active.values()

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from shoal.core.trainer.window import MOST
 from shoal.planner.inputs.cluster import Cluster
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
@@ -22,7 +23,7 @@ class Seats(msgspec.Struct, frozen=True):
     boundary_bytes: float
     tokens_bytes: float
     microbatches: int
-    inflight: int
+    inflight: int  # 0: as many as fill the lines
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
@@ -34,6 +35,10 @@ class Seats(msgspec.Struct, frozen=True):
     @property
     def stages(self) -> int:
         return len(self.gradient_bytes)
+
+    @property
+    def most_inflight(self) -> int:
+        return self.inflight or MOST
 
     @property
     def back_bytes(self) -> float:

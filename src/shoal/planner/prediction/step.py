@@ -117,7 +117,7 @@ def _trips_s(seats: Seats, cluster: Cluster) -> float:
     compute_s = sum(
         float(np.mean([hop_s(seats, device) for device in seats.replicas(stage)])) for stage in range(seats.stages)
     )
-    trips = math.ceil(math.ceil(seats.microbatches / len(members)) / seats.inflight)
+    trips = math.ceil(math.ceil(seats.microbatches / len(members)) / seats.most_inflight)
     return trips * (compute_s + delays_s + moved_s)
 
 
@@ -177,7 +177,7 @@ def _bottleneck(
     )
     name = cluster.devices[device].name
     share = min(share, 1.0)
-    if share < BUSY and seats.microbatches <= seats.inflight * len(seats.members):
+    if share < BUSY and seats.microbatches <= seats.most_inflight * len(seats.members):
         return (
             f"few microbatches: all of a step's are on their way at once, yet nothing is busy for more than {share:.0%} of"
             f" the time ({kind} of {name}); try a smaller train.microbatch"

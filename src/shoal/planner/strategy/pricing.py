@@ -8,6 +8,7 @@ import msgspec
 
 from shoal import codec
 from shoal.core.allreduce.layout import owned
+from shoal.core.trainer.window import MOST
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.inputs.profile import BACKWARD, FORWARD
@@ -168,7 +169,7 @@ def _resident(problem: Problem, span: range) -> memory.Need:
 def _in_progress(problem: Problem, stage_of: tuple[int, ...], stage: int) -> int:
     """Microbatches that can be between forward and backward at one replica of the stage."""
     members = sum(own >= 0 for own in stage_of)
-    most = min(problem.work.inflight * members, problem.work.microbatches)
+    most = min((problem.work.inflight or MOST) * members, problem.work.microbatches)
     return max(1, math.ceil(most / max(1, stage_of.count(stage))))
 
 

@@ -1,33 +1,38 @@
-"""What more or faster machines would give: `--what-if` and `--sensitivity`, searched from the plan for the machines at hand.
+"""What more or faster machines would give: `--what-if` and `--sensitivity`, by the search that made the plan for the machines at hand.
 
 Machines that are at least as many, fast, large and near can do whatever those at hand can, so the plan for them is no slower than the
-plan at hand: the search begins with that plan, and keeps it with its prediction where nothing better turns up.
+plan at hand: the search begins with that plan as well, once with what it has chosen (sizes, codecs, local steps) and once with all
+that may be chosen, and keeps it with its prediction where nothing better turns up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.strategy.choices import chosen, tokens_per_s
 from shoal.planner.strategy.plan import Plan
-from shoal.planner.strategy.pricing import option_of
 from shoal.planner.strategy.problem import Problem
-from shoal.planner.strategy.strategy import decide
 
 
-def decide_from(
-    problem: Problem, plan: Plan, changed: Problem, rng: np.random.Generator, budget: int, stages: int | None = None
-) -> Plan:
-    """The plan for the changed problem; no slower than `plan`, which is for `problem`, when the change only relaxes it."""
+class Decide(Protocol):
+    """The search that made the plan, with its budget, seed and freedoms. `known`: a plan that is possible for the problem."""
+
+    def __call__(self, given: Problem, known: Plan | None = None, /) -> Plan: ...
+
+
+def decide_from(problem: Problem, plan: Plan, changed: Problem, decide: Decide) -> Plan:
+    """The plan for the changed problem; no slower than `plan`, which `decide` made for `problem`, when the change only relaxes it."""
     if not relaxes(problem, changed):
-        return decide(changed, rng, budget, stages)
-    other = decide(changed, rng, budget, stages, [option_of(changed, plan)])
-    assert plan.predicted is not None and other.predicted is not None
-    if other.predicted.step_s <= plan.predicted.step_s:
-        return other
+        return decide(changed)
+    alike = chosen(changed, plan)
+    others = [decide(changed, plan)] + ([decide(alike, plan)] if alike != changed else [])
+    best = max(others, key=tokens_per_s)
+    if tokens_per_s(best) >= tokens_per_s(plan):
+        return best
     known = {*plan.seats, *plan.left_out}
     more = (device.name for device in changed.cluster.devices if device.name not in known)
     return msgspec.structs.replace(plan, left_out=(*plan.left_out, *more))
@@ -37,7 +42,10 @@ def relaxes(problem: Problem, changed: Problem) -> bool:
     """Is everything that the changed problem asks the same, and its machines at least as many, fast, large and near?"""
     work = msgspec.structs.replace(changed.work, inflight=problem.work.inflight)
     alike = msgspec.structs.replace(changed, cluster=problem.cluster, work=work) == problem
-    return alike and changed.work.inflight >= problem.work.inflight and _covers(problem.cluster, changed.cluster)
+    fixed = bool(problem.work.inflight) == bool(changed.work.inflight)
+    return (
+        alike and fixed and changed.work.inflight >= problem.work.inflight and _covers(problem.cluster, changed.cluster)
+    )
 
 
 def _covers(cluster: Cluster, other: Cluster) -> bool:
@@ -60,11 +68,8 @@ def _at_least(device: Device, other: Device) -> bool:
     ) and all(getattr(other, name) >= getattr(device, name) for name in ("flops", "host_memory_bytes", "host_Bps"))
 
 
-def sensitivities(
-    problem: Problem, plan: Plan, rng: Callable[[], np.random.Generator], budget: int = 100
-) -> list[tuple[str, float, int]]:
-    """What doubling each resource would give, best first: its name, the step's seconds and the stages then chosen. `plan`: of the
-    problem, from which each is searched."""
+def sensitivities(problem: Problem, plan: Plan, decide: Decide) -> list[tuple[str, Plan]]:
+    """What doubling each resource would give: its name and the plan that `decide`, which made `plan`, makes then; the fastest first."""
     cluster, work = problem.cluster, problem.work
     replace = msgspec.structs.replace
     changes = {
@@ -72,13 +77,10 @@ def sensitivities(
         "delay / 2": replace(problem, cluster=cluster.scaled(delay=0.5)),
         "memory x2": replace(problem, cluster=cluster.scaled(memory=2)),
         "peers x2": replace(problem, cluster=cluster.of_size(2 * len(cluster.devices))),
-        "inflight x2": replace(problem, work=replace(work, inflight=2 * work.inflight)),
     }
+    if work.inflight:
+        changes["inflight x2"] = replace(problem, work=replace(work, inflight=2 * work.inflight))
     if not problem.emulated_s:
         changes["speed x2"] = replace(problem, cluster=cluster.scaled(flops=2))
-    rows = []
-    for name, changed in changes.items():
-        other = decide_from(problem, plan, changed, rng(), budget)
-        assert other.predicted is not None
-        rows.append((name, other.predicted.step_s, len(other.stages)))
-    return sorted(rows, key=lambda row: (row[1], row[0]))
+    rows = [(name, decide_from(problem, plan, changed, decide)) for name, changed in changes.items()]
+    return sorted(rows, key=lambda row: (-tokens_per_s(row[1]), row[0]))

@@ -19,10 +19,11 @@ import numpy as np
 from shoal import units
 from shoal.planner.prediction import wiring
 from shoal.planner.prediction.step import predict, weighted
+from shoal.planner.strategy.choices import chosen
 from shoal.planner.strategy.describing import described
 from shoal.planner.strategy.idle import employed
 from shoal.planner.strategy.plan import Plan
-from shoal.planner.strategy.pricing import Option, as_planned, owning
+from shoal.planner.strategy.pricing import Option, as_planned, option_of, owning
 from shoal.planner.strategy.problem import Problem, best_stages, stages_text
 from shoal.planner.strategy.seating import Refusal, fleets, improved, seated
 
@@ -43,11 +44,12 @@ def decide(
     rng: np.random.Generator,
     budget: int = 400,
     stages: int | None = None,
-    starts: Sequence[Option] = (),
+    known: Plan | None = None,
 ) -> Plan:
     """The plan with the shortest predicted step. `budget` placements are priced roughly for each number of stages.
 
-    `starts`: placements known to be possible; the search goes on from each, and the plan is no slower than any of them."""
+    `known`: a plan that can run on these machines. If it has the problem's work and codecs, the search continues from it too, and
+    the result is no slower."""
     for device in problem.cluster.devices:
         if problem.work.sequences % device.cards and not problem.emulated_s:
             raise ValueError(
@@ -63,7 +65,8 @@ def decide(
     counts = [stages] if stages is not None else candidates(problem)
     # One seed for every play: the same placement has the same predicted step, whatever was searched before.
     search = _Search(problem, int(rng.integers(1 << 32)), budget, counts)
-    played, refusals = search.options(list(starts))
+    starts = [option_of(problem, known)] if known and chosen(problem, known) == problem else []
+    played, refusals = search.options(starts)
     if not played:
         raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
     best, idle = employed(problem, played[0], search.completed)
@@ -131,7 +134,11 @@ class _Search(NamedTuple):
 
 
 def decide_sizes(
-    problem: Problem, rng: Callable[[], np.random.Generator], budget: int = 400, stages: int | None = None
+    problem: Problem,
+    rng: Callable[[], np.random.Generator],
+    budget: int = 400,
+    stages: int | None = None,
+    known: Plan | None = None,
 ) -> Plan:
     """The same with the size of microbatches free: the configured one, and halves and doubles of it that divide the step.
 
@@ -144,7 +151,7 @@ def decide_sizes(
             continue
         changed = msgspec.structs.replace(work, sequences=size, microbatches=sequences // size)
         try:
-            plans.append(decide(msgspec.structs.replace(problem, work=changed), rng(), budget, stages))
+            plans.append(decide(msgspec.structs.replace(problem, work=changed), rng(), budget, stages, known))
         except ValueError as error:  # such as: too large a microbatch for the memory
             refused = error
     if not plans:

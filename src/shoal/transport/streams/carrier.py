@@ -10,10 +10,9 @@ from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from shoal.core.messages import Peer
-from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.engine import UNSENT_BYTES, Connection, Engine, Steps, WaitFor
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
-UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
 
 
 class ByteStream(Protocol):

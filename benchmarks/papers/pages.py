@@ -1,0 +1,104 @@
+"""The generated parts of docs/papers/*.md and docs/internet-tax.md, from recorded.json."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import rows
+from rows import Row
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+RECORDED = HERE / "recorded.json"
+PAPERS = {"swarm": "papers/swarm.md", "dtfm": "papers/dtfm.md", "atom": "papers/atom.md"}
+SHAPES = ("1.3B", "8B", "70B")
+TAX, PICTURE = DOCS / "internet-tax.md", DOCS / "internet-tax"
+AIM = 1.15
+
+
+def module(paper: str) -> ModuleType:
+    return importlib.import_module(paper)
+
+
+def recorded() -> dict[str, Any]:
+    return dict(msgspec.json.decode(RECORDED.read_bytes())) if RECORDED.is_file() else {}
+
+
+def parts(known: dict[str, Any]) -> dict[Path, str]:
+    """By page: its generated part."""
+    result = {
+        DOCS / page: rows.generated(msgspec.convert(known[paper], list[Row]))
+        for paper, page in PAPERS.items()
+        if paper in known
+    }
+    taxes = {shape: known[f"tax-{shape}"] for shape in SHAPES if f"tax-{shape}" in known}
+    return result | ({TAX: tax_part(taxes)} if taxes else {})
+
+
+def write(known: dict[str, Any]) -> None:
+    for path, part in parts(known).items():
+        path.write_text(rows.page_with(path.read_text(encoding="utf-8"), part), encoding="utf-8")
+    taxes = {shape: known[f"tax-{shape}"] for shape in SHAPES if f"tax-{shape}" in known}
+    if taxes:
+        draw(taxes)
+
+
+def tax_part(taxes: dict[str, Any]) -> str:
+    lines = [
+        rows.BEGIN,
+        "",
+        "| shape | chosen | tax | with all machines there | loss against exact steps | plan | 1.15 |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for shape, outcome in taxes.items():
+        best = next(row for row in outcome["rows"] if row["variant"] == outcome["chosen"])
+        met = "met" if best["tax"] <= AIM else "missed"
+        cells = (shape, best["variant"], _tax(best["tax"]), _tax(best["full"]), best["loss"], best["plan"], met)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## What was tried", ""]
+    for shape, outcome in taxes.items():
+        lines += [f"### {shape}", "", "| variant | tax | with all there | step, averaging | plan | loss | 1.15 |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        for row in outcome["rows"]:
+            seconds = f"{row['step_s']:.3g} s, {row['averaging_s']:.3g} s" if row["step_s"] else ""
+            met = "" if not row["tax"] else "meets" if row["tax"] <= AIM else ""
+            cells = (row["variant"], _tax(row["tax"]), _tax(row["full"]), seconds, row["plan"], row["loss"], met)
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    lines += [
+        "## Sensitivity of the chosen plan",
+        "",
+        f"| change | {' | '.join(taxes)} |",
+        "|---|" + "---|" * len(taxes),
+    ]
+    for change in dict.fromkeys(name for outcome in taxes.values() for name in outcome["sensitivities"]):
+        values = (_tax(outcome["sensitivities"].get(change, 0.0)) for outcome in taxes.values())
+        lines.append(f"| {change} | {' | '.join(values)} |")
+    return "\n".join([*lines, "", rows.END])
+
+
+def _tax(value: float) -> str:
+    return f"{value:.2f}" if value else "-"
+
+
+def draw(taxes: dict[str, Any]) -> None:
+    from shoal.dashboard.pictures import COLOURS, RED, figure_of, saved
+
+    names = [row["variant"] for row in next(iter(taxes.values()))["rows"]]
+    figure, axes = figure_of(8.0, 0.42 * len(names) + 1.6)
+    height = 0.8 / len(taxes)
+    for number, (shape, outcome) in enumerate(taxes.items()):
+        values = [min(row["tax"], 4.2) for row in outcome["rows"]]
+        at = [row + (number - (len(taxes) - 1) / 2) * height for row in range(len(names))]
+        axes.barh(at, values, height=height, color=COLOURS[number % len(COLOURS)], label=shape)
+    axes.axvline(AIM, color=RED, linestyle="--", label="aim 1.15")
+    axes.axvspan(1.2, 2.3, color="grey", alpha=0.15, label="published, 1.2 to 2.3")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 4.2), xlabel="internet tax, simulated (bars end at 4.2; none: impossible)")
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    saved(figure, PICTURE)
