@@ -125,7 +125,11 @@ def drawn(seed: int) -> Configuration:
         averaging=rng.choice(("none", "bf16", "int8")),
     )
     work = Work(
-        microbatches=rng.randint(2 * peers, 5 * peers), sequences=SEQUENCES, tokens=TOKENS, value_bytes=4, inflight=inflight
+        microbatches=rng.randint(2 * peers, 5 * peers),
+        sequences=SEQUENCES,
+        tokens=TOKENS,
+        value_bytes=4,
+        inflight=inflight,
     )
     shape = Shape(
         hidden=hidden, layers=LAYERS, heads=4, kv_heads=4, head_dim=hidden // 4, intermediate=2 * hidden, vocabulary=256
@@ -406,7 +410,9 @@ def main() -> None:
                 with done.open("ab") as file:
                     file.write(msgspec.json.encode(run) + b"\n")
         pairs.append((one, run))
-        print(f"{seed:>3}: {one.words}: predicted {predicted_s(one.job):.2f} s, measured {step_s(run):.2f} s", flush=True)
+        print(
+            f"{seed:>3}: {one.words}: predicted {predicted_s(one.job):.2f} s, measured {step_s(run):.2f} s", flush=True
+        )
     scored(pairs, left_out, args)
 
 
@@ -426,14 +432,18 @@ def scored(pairs: list[tuple[Configuration, Measured]], left_out: dict[str, str]
         errors[kind].append(100 * abs(forecast / step_s(run) - 1))
         points.append((step_s(run), forecast, kind))
         rows[str(one.seed)] = [round(forecast, 3), round(step_s(run), 3), round(100 * (forecast / step_s(run) - 1), 1)]
-        print(f"| {one.seed} | {one.words} | {forecast:.2f} | {step_s(run):.2f} | {rows[str(one.seed)][2]:+.1f} % | {kind} |")
+        print(
+            f"| {one.seed} | {one.words} | {forecast:.2f} | {step_s(run):.2f} | {rows[str(one.seed)][2]:+.1f} % | {kind} |"
+        )
     for one, run in (pair for pair in pairs if pair[0].churn):
         forecast, have = churned(with_constants(one.job, *constants), run)
         errors["kills"].append(100 * abs(forecast / have - 1))
         steps = len(run.commits_s) - 1
         points.append((have / steps, forecast / steps, "kills and joins, a step's share"))
         rows[str(one.seed)] = [round(forecast, 2), round(have, 2), round(100 * (forecast / have - 1), 1)]
-        print(f"| {one.seed} | {one.words} | {forecast:.1f} | {have:.1f} | {rows[str(one.seed)][2]:+.1f} % | {steps} steps |")
+        print(
+            f"| {one.seed} | {one.words} | {forecast:.1f} | {have:.1f} | {rows[str(one.seed)][2]:+.1f} % | {steps} steps |"
+        )
     if args.plot:
         plotted(points, args.plot)
     held_out = errors["held out"]

@@ -16,7 +16,7 @@ from shoal.cli.main import main
 from shoal.forecasting import churn as churns
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.crew import Crew
-from shoal.forecasting.forecaster import History, Parts, forecast
+from shoal.forecasting.forecaster import History, Parts, Run, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines, grouped
 from shoal.forecasting.rates import Aggregated, Played, model_of
@@ -77,13 +77,14 @@ def test_a_death_is_detected_first_and_its_share_is_computed_again() -> None:
     calm, struck = play(job, always(8)), play(job, always(8, Presence(600.0, 0, False)))
     assert struck.steps < calm.steps and struck.deaths == 1
     assert struck.parts.waiting / struck.steps > calm.parts.waiting / calm.steps
-    assert struck.parts.redone > 0
+    worked, calmly = ((one.parts.compute + one.parts.redone) / one.steps for one in (struck, calm))
+    assert worked > calmly
     assert struck.lost_stages == 0
 
 
 def test_a_stage_that_loses_its_last_replica_sends_everybody_back_to_the_checkpoint() -> None:
-    changes = always(4, *(Presence(500.0 + 20 * slot, slot, False) for slot in (0, 2)))  # stage 0 is served by 0 and 2
-    rare, often = (play(a_job(4, save_every=every), changes) for every in (1000, 2))
+    changes = always(6, *(Presence(500.0 + 20 * slot, slot, False) for slot in (0, 2, 4)))  # all that serve stage 0
+    rare, often = (play(a_job(6, save_every=every), changes) for every in (1000, 2))
     assert rare.lost_stages == often.lost_stages == 0, "a peer of the other stage moves there"
     both = always(4, Presence(500.0, 0, False), Presence(500.0, 2, False), Presence(900.0, 0, True))
     rare, often = (play(a_job(4, save_every=every), both) for every in (1000, 2))
@@ -107,6 +108,26 @@ def test_a_machine_that_the_plan_leaves_out_takes_no_part() -> None:
 def test_the_majority_that_dies_at_once_ends_the_run_in_words() -> None:
     history = play(a_job(4), always(4, *(Presence(500.0, slot, False) for slot in (0, 1, 2))))
     assert "no majority" in history.stuck and history.parts.stalled > HOUR_S / 2
+
+
+def test_the_leaders_death_is_noticed_after_an_election() -> None:
+    job = a_job(stages=1)
+    leader, other = (play(job, always(8, Presence(601.0, slot, False))) for slot in (0, 1))
+    assert leader.parts.waiting > other.parts.waiting + 0.6 * job.patience.heartbeat_timeout_s
+    assert leader.steps <= other.steps
+
+
+def test_a_death_after_its_part_of_the_round_costs_the_step_nothing() -> None:
+    job = msgspec.structs.replace(a_job(stages=1), round_s=0.2)
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None and step.reduced_s[0] < step.averaging_s
+    before_s, after_s = (step.microbatches_s + share * step.averaging_s for share in (0.1, 0.99))
+    runs = []
+    for at_s in (before_s, after_s):
+        run = Run(job, Played(job), always(8, Presence(at_s, 3, False)), 0.0)
+        run.play(100.0, steps=1)
+        runs.append(run.progress.began_s)
+    assert runs[1] == pytest.approx(step.step_s) and runs[0] > step.step_s + job.patience.detection_s
 
 
 def test_a_joiner_goes_where_the_leader_would_put_it_and_helps() -> None:
@@ -205,10 +226,10 @@ def test_a_dead_peer_that_the_leader_moves_is_evicted_all_the_same() -> None:
     for slot in range(6):
         crew.begin(f"p{slot}.1")
     for slot in (0, 2):  # stage 0 keeps one of three replicas
-        crew.die(f"p{slot}.1", 1.0, 0.0)
+        crew.die(f"p{slot}.1", 1.0 - crew.job.patience.detection_s, 0.0)
         crew.evict(1.0)
     for slot in (1, 3, 5):
-        crew.die(f"p{slot}.1", 9.0, 0.0)
+        crew.die(f"p{slot}.1", 9.0 - crew.job.patience.detection_s, 0.0)
     moved = [member.peer for member, _ in crew.rebalance(5.0, math.inf, 0.0, 10.0)]
     assert moved and moved[0] in crew.dead and not crew.ready(8.0)
     assert len(crew.evict(9.0)) == 3 and set(crew.members) == {"p4.1"} and not crew.joiners

@@ -3,6 +3,7 @@
     shoal forecast my.toml --cluster cluster.toml --churn spot.csv --hours 24 --seeds 20
     shoal forecast a.toml b.toml --cluster cluster.toml --churn churn.toml       two ways, seed by seed on the same machines
     shoal forecast my.toml --cluster cluster.toml --plan plan.json --json        that plan instead of the planner's
+    shoal forecast --from-run runs/NAME --bandwidth x2 run.inflight=8            a recorded run, and what would be if
 
 Every figure is simulated. forecast/ plays; this file reads, calls and prints.
 """
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +22,8 @@ import msgspec
 from shoal import config
 from shoal.dashboard import forecast_report
 from shoal.forecasting.summary import Forecast, compared
-from shoal.launcher.planning.forecasting import Outlook, check, forecasted, name_of
+from shoal.launcher.planning import from_run
+from shoal.launcher.planning.forecasting import Outlook, check, forecasted, histories_of, name_of
 
 QUIET_S = 2.0  # a forecast that takes longer says how far it is
 
@@ -39,6 +42,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, metavar="S", help="plan with this number of stages only")
     parser.add_argument("--plan", metavar="PLAN", help="forecast this plan instead of the planner's choice")
     parser.add_argument("--pictures", metavar="DIR", help="draw the forecast into this directory (PNG, SVG)")
+    parser.add_argument(
+        "--from-run", metavar="DIR", help="machines, lines and churn from that run's trace instead of files"
+    )
+    for name, what in (("bandwidth", "lines are"), ("delay", "links take"), ("speed", "machines are")):
+        parser.add_argument(f"--{name}", metavar="xN", default="", help=f"with --from-run: what if {what} N times that")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -56,22 +64,58 @@ def main(args: argparse.Namespace) -> int:
         plan=args.plan,
     )
     check(outlook)
-    forecasts = [_forecast(outlook, file, settings) for file in files or [None]]
+    forecasts, text = _forecasts(args, outlook, files, settings)
     comparisons = [compared(forecasts[0], other) for other in forecasts[1:]]
     if args.pictures:
-        from shoal.dashboard import forecast_pictures  # matplotlib: only who draws waits for it
-
-        Path(args.pictures).mkdir(parents=True, exist_ok=True)
-        forecast_pictures.tokens(forecasts, Path(args.pictures) / "tokens")
-        forecast_pictures.parts(forecasts, Path(args.pictures) / "time")
-        print(f"drawn in {args.pictures}: tokens, time (png, svg)", file=sys.stderr)
+        _draw(forecasts, Path(args.pictures))
     if args.json:
         print(msgspec.json.encode({"simulated": True, "forecasts": forecasts, "comparisons": comparisons}).decode())
         return 0
-    print("\n\n".join(map(forecast_report.report, forecasts)))
+    print("\n\n".join([*([text] if text else []), *map(forecast_report.report, forecasts)]))
     for comparison in comparisons:
         print(forecast_report.comparison(comparison))
     return 0
+
+
+def _forecasts(
+    args: argparse.Namespace, outlook: Outlook, files: list[str], settings: list[str]
+) -> tuple[list[Forecast], str]:
+    """And what goes before them, as text."""
+    if args.from_run:
+        return _from_run(args, outlook, files, settings)
+    if args.bandwidth or args.delay or args.speed:
+        raise ValueError("--bandwidth, --delay and --speed change a recorded run: name it with --from-run runs/NAME")
+    named: list[str | None] = [*files] or [None]
+    return [_forecast(outlook, file, settings) for file in named], ""
+
+
+def _draw(forecasts: list[Forecast], there: Path) -> None:
+    from shoal.dashboard import forecast_pictures  # matplotlib: only who draws waits for it
+
+    there.mkdir(parents=True, exist_ok=True)
+    forecast_pictures.tokens(forecasts, there / "tokens")
+    forecast_pictures.parts(forecasts, there / "time")
+    print(f"drawn in {there}: tokens, time (png, svg)", file=sys.stderr)
+
+
+def _from_run(
+    args: argparse.Namespace, outlook: Outlook, files: list[str], settings: list[str]
+) -> tuple[list[Forecast], str]:
+    """The run's machines as they were, and if they were otherwise; what was fitted, as text."""
+    if given := [*files, *(name for name in ("cluster", "churn", "plan", "stages") if getattr(args, name) is not None)]:
+        raise ValueError(
+            f"{given[0]} with --from-run, which takes machines, plan and churn from the record; leave it out"
+        )
+    run = from_run.of_run(args.from_run)
+    what = from_run.WhatIf(bandwidth=args.bandwidth, delay=args.delay, speed=args.speed, settings=tuple(settings))
+    jobs = {run.config.run.name: run.fit.job} | ({f"with {what}": from_run.what_if(run, what)} if what else {})
+    progress = _Progress()
+
+    def tell(name: str, seed: int, now: float) -> None:
+        progress(lambda: forecast_report.progress(name, seed, outlook.seeds, now, outlook.hours * 3600))
+
+    forecasts = [histories_of(job, run.fit.churn, name, outlook, partial(tell, name)) for name, job in jobs.items()]
+    return forecasts, forecast_report.fitted(args.from_run, run.fit, run.step, run.replayed_s)
 
 
 def _forecast(outlook: Outlook, file: str | None, settings: list[str]) -> Forecast:

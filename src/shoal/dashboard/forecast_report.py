@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import median
+
+import numpy as np
+
 from shoal import units
+from shoal.forecasting.fitted import Fitted
+from shoal.forecasting.rates import StepTime
 from shoal.forecasting.summary import Comparison, Cost, Forecast, Spread
 
 WORDS = {
@@ -33,6 +39,43 @@ def report(forecast: Forecast) -> str:
     lines += [f"seed {seed} stops: {why}" for seed, why in list(forecast.stuck.items())[:5]]
     lines.append(f"digest        {forecast.digest}")
     return "\n".join(lines)
+
+
+def fitted(directory: str, fit: Fitted, step: StepTime, replayed_s: float) -> str:
+    """What a run's record says of its machines, and the forecast of the same steps beside what they took."""
+    job, own = fit.job, fit.own
+    lines = [
+        f"{directory}: {len(fit.labels)} machines, {job.stages} stages; {own.steps} steps after the first in {units.duration(own.seconds)}",
+        "fitted to its record: of a microbatch forward and backward, s; of the line up and down, as far as it showed",
+    ]
+    for slot, (label, stage) in enumerate(zip(fit.labels, job.stage_of, strict=True)):
+        device, at = job.machines.kinds[slot], max(stage, 0)
+        seconds = f"{job.forward_s[slot, at]:7.3f} {job.backward_s[slot, at]:7.3f}"
+        where = f"stage {stage}" if stage >= 0 else "no stage"
+        lines.append(f"  {label:<10} {where:<9}{seconds}   {_line(device.up_Bps):>12} {_line(device.down_Bps):>12}")
+    delays_s = job.machines.delay_s[~np.eye(len(fit.labels), dtype=bool)].tolist() or [0.0]
+    lines.append(
+        f"delays        {1e3 * min(delays_s):.0f} to {1e3 * max(delays_s):.0f} ms, median {1e3 * median(delays_s):.0f} ms;"
+        f" rounds take {1e3 * job.round_s:.0f} ms beside the exchange"
+    )
+    life = f"a machine lives {units.duration(fit.churn.life_s)} on average" if own.deaths else "no machine died"
+    away = f", another comes after {units.duration(fit.churn.away_s)}" if fit.churn.away_s else ""
+    lines += [f"churn         {life}{away} ({own.deaths} deaths, {own.joins} joins)", "forecast against the run itself"]
+    rows = [
+        ("a step", step.step_s, own.step_s),
+        ("  microbatches", step.microbatches_s, own.microbatches_s),
+        ("  averaging", step.averaging_s, own.averaging_s),
+        ("  agreeing", step.agreeing_s, own.agreeing_s),
+        (f"{own.steps} steps", replayed_s, own.seconds),
+    ]
+    for what, forecast_s, measured_s in rows:
+        off = f"   {forecast_s / measured_s - 1:+.1%}" if measured_s and not what.startswith(" ") else ""
+        lines.append(f"  {what:<16} {forecast_s:8.2f} s, measured {measured_s:8.2f} s{off}")
+    return "\n".join(lines)
+
+
+def _line(rate_Bps: float) -> str:
+    return f"{8e-6 * rate_Bps:,.0f} Mbit/s" if rate_Bps else "no limit"
 
 
 def comparison(compared: Comparison) -> str:

@@ -46,9 +46,13 @@ def forecasted(
 ) -> Forecast:
     """`tell`: is called with the seed that is played and its time, s. ValueError: nothing fits, or no seed makes progress."""
     check(outlook)
-    horizon_s = outlook.hours * 3600
     churn = churns.load(outlook.churn) if outlook.churn else Churn()
-    job = _job(outlook, tree)
+    return histories_of(_job(outlook, tree), churn, name, outlook, tell)
+
+
+def histories_of(job: Job, churn: Churn, name: str, outlook: Outlook, tell: Callable[[int, float], None]) -> Forecast:
+    """All seeds of one job."""
+    horizon_s = outlook.hours * 3600
     histories = [presences(churn, job.machines, horizon_s, seed) for seed in range(outlook.seeds)]
     model = model_of(job, sum(map(len, histories)))
     planned = model(np.array(job.stage_of))
