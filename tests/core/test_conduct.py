@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.leader.evictions import ALONE, COMPLAINTS, DIFFERS, DOUBLED, FEW, KEPT, Conduct, Pauses, evicting
+from shoal.core.leader.evictions import ALONE, COMPLAINTS, DIFFERS, FEW, GROWN, KEPT, Conduct, Pauses, evicting
 from shoal.core.messages import Evicted, Settings
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9, ban_s=10.0)
@@ -159,7 +159,7 @@ def test_a_view_remembers_the_newest_evicted_and_no_more_than_it_can_carry() -> 
     assert again[-1] == Evicted("p5", 2)
 
 
-@pytest.mark.parametrize(("times", "pause_s"), [(1, 10.0), (2, 20.0), (3, 40.0), (DOUBLED + 1, 2560.0), (40, 2560.0)])
+@pytest.mark.parametrize(("times", "pause_s"), [(1, 10.0), (2, 40.0), (3, 160.0), (GROWN + 1, 2560.0), (40, 2560.0)])
 def test_a_key_stays_out_longer_each_time_but_not_for_ever(times: int, pause_s: float) -> None:
     pauses = Pauses(SETTINGS)
     pauses.on_view((Evicted("p3", times),), 100.0)
@@ -173,7 +173,7 @@ def test_a_pause_begins_with_the_eviction_and_not_with_each_view() -> None:
         pauses.on_view((Evicted("p3", 1),), now)
     assert pauses.until("p3.1", []) == 110.0
     pauses.on_view((Evicted("p3", 2),), 120.0)
-    assert pauses.until("p3.1", []) == 140.0
+    assert pauses.until("p3.1", []) == 160.0
 
 
 def test_a_new_leader_keeps_out_whom_the_view_names() -> None:
@@ -181,7 +181,7 @@ def test_a_new_leader_keeps_out_whom_the_view_names() -> None:
     evicted = evicting(evicting((), ["p3.1"]), ["p3.2"])
     successor = Pauses(SETTINGS)
     successor.on_view(evicted, 500.0)
-    assert successor.until("p3.3", []) == 520.0
+    assert successor.until("p3.3", []) == 540.0
 
 
 def test_an_invite_stays_out_when_more_of_its_peers_were_evicted_than_are_in_good_standing() -> None:

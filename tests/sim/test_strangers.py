@@ -9,7 +9,7 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim import run
-from shoal.sim.faults import strangers
+from shoal.sim.faults import lies, strangers
 from shoal.sim.scenarios.catalogue import HOSTILE, SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Outcome, Swarm
@@ -41,7 +41,7 @@ def test_one_who_means_harm_does_what_it_is_to_do_and_no_harm(name: str, seed: i
     assert played(name, seed).struck.keys() == {act}
 
 
-@pytest.mark.parametrize("kind", strangers.CHARGES)
+@pytest.mark.parametrize("kind", lies.CHARGES)
 def test_what_they_complain_of_is_what_a_message_can_say(kind: Literal["faulty", "unreachable", "stale"]) -> None:
     complaint = m.Complaint("p1", "its tensors are not finite", kind)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(complaint), type=m.Complaint) == complaint

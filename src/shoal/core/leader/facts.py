@@ -44,7 +44,8 @@ from shoal.core.messages import (
 from shoal.core.names import key_of
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
-FAILURES = 8  # rounds of one step that a peer may give up
+FAILURES = 5  # rounds of one step that a peer may give up,
+GIVEN_UP = 3  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
@@ -429,7 +430,7 @@ class Facts:
             self.convict(conduct.accuse(peer, culprit, failed.reason, len(group) - 1))
             if failures[peer, culprit] >= SAME and culprit not in self.evidence.guilty:
                 self.convict(conduct.alone(peer, culprit, f"{peer}: {failed.reason}"))
-        elif failures[peer] >= FAILURES:
+        elif max(failures[peer], conduct.gives_up(peer) / GIVEN_UP) >= FAILURES:
             self.convict((peer, f"has given up {failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
 
@@ -479,7 +480,7 @@ class Facts:
     def _on_differing(self, dispute: Dispute) -> None:
         """Those not taken to be right download their state again, and go if they had to too often."""
         evidence = self.evidence
-        right = evidence.conduct.right(dispute.replicas, self.name)
+        right = evidence.conduct.right(dispute.replicas, self.name, dispute.likely)
         for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
@@ -488,7 +489,13 @@ class Facts:
 
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
+        others = [other for other, stage in self.serving.items() if stage == member.stage]
+        if any(other in evidence.guilty for other in others):
+            return  # it may be the one that is right
         if peer not in evidence.unfit and peer not in evidence.guilty:
+            odd = evidence.conduct.odd_one(peer, others[0]) if len(others) == 1 else None
+            if odd is not None and odd[0] != self.name:
+                return self.convict(odd)
             why = f"came with another state of stage {member.stage} than its replicas have"
             evidence.unfit[peer] = why
             self.convict(evidence.conduct.differs(peer, why))

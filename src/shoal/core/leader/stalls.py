@@ -7,7 +7,7 @@ others had to take over again and again, and a server that two owners wait for. 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import msgspec
 
@@ -22,6 +22,10 @@ QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long 
 FLOORS = 2.0  # or of min_request_timeout_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 GAPS = 3.0  # or so many times the longest that this step or the one before has had,
+KNOWN, SHORT = (
+    4,
+    10.0,
+)  # after so many steps: or sooner, after so many times the longest that any of these has had, but not than FLOORS
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
@@ -82,13 +86,19 @@ class Stalls:
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
         self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self._gaps: deque[float] = deque(maxlen=KNOWN)  # the longest of each of the steps before, their beginning too
+        self._longest_s = 0.0
         self._steps = 0
+        self._remedied = False  # since the last booking: what the wait for the next one was is no measure
         self._strikes: Counter[Peer] = Counter()
         self._here_from_the_start = False  # this peer has led since the step began
 
     def on_step(self, now: float, first: bool) -> None:
         """A step has begun; `first`: since this peer leads, which may have been in its middle."""
         self._booked, self._grew_at = -1, now
+        if not first:
+            self._gaps.append(self._longest_s)
+        self._longest_s = 0.0
         self._gap_s, self._gap_before_s = 0.0, self._gap_s
         self._steps += 1
         if self._steps % AGE == 0:
@@ -122,12 +132,15 @@ class Stalls:
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
         """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
-            if self._grew_at is not None and self._booked >= 0:
-                self._gap_s = max(self._gap_s, now - self._grew_at)
-            self._booked, self._grew_at = ledger.booked, now
+            if self._grew_at is not None and not self._remedied:
+                self._longest_s = max(self._longest_s, now - self._grew_at)
+                self._gap_s = max(self._gap_s, now - self._grew_at) if self._booked >= 0 else self._gap_s
+            self._booked, self._grew_at, self._remedied = ledger.booked, now, False
             self._cases.clear()
         usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
-        wait_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        quiet_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        known_s = SHORT * max(self._gaps, default=0.0) if len(self._gaps) == KNOWN else quiet_s
+        wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
         if now - self._grew_at < wait_s:
             return []
         commands: list[Command] = []
@@ -158,6 +171,13 @@ class Stalls:
             elif isinstance(remedy, Reassign):
                 case.blameless = remedy.blameless
                 moves[index] = remedy.why
+        for index, case in self._cases.items():  # an owner that gets nowhere with one hands over all that hang
+            blamed = next(
+                (one for one in moves if not self._cases[one].blameless and self._cases[one].owner == case.owner), None
+            )
+            if blamed is not None and index not in moves:
+                moves[index] = moves[blamed]
+        self._remedied |= bool(moves) or any(verdicts)
         return [verdict for verdict in verdicts if verdict is not None], moves
 
     def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
@@ -227,7 +247,7 @@ class Stalls:
 def _wait(case: Case, answer: Booker, booked: set[Peer], what: str, long: bool) -> Remedy | None:
     """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now."""
     if case.at in booked and long:
-        return Reassign(f"{case.owner} waits for {what}, which {case.at} has booked and answered", blameless=True)
+        return Late()  # it does not send what it has booked
     if answer.slow >= SLOW:
         return Reassign(f"{case.owner} gets no answer for {what} from {answer.slow} peers")
     if not long:

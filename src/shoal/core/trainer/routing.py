@@ -16,7 +16,7 @@ What to send is microbatch.py's business, attempts are trainer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -36,7 +36,7 @@ CAUGHT_UP = (
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
-MISSES = 3  # unanswered requests before a peer counts as silent
+MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
 
 # Size of the hops that one trainer has requested of each peer, or requests next, and that are not answered.
@@ -65,6 +65,10 @@ class Replica(msgspec.Struct, eq=False):
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
     misses: int = 0  # requests that timed out since its last answer
+    unserved: int = 0  # hops that it was late with, or could not do for want of a tensor, since its last result
+    unserved_at: float = 0.0  # when the first of those was found
+    withheld: int = 0  # tensors that it had made and others could not get, since one was had
+    withheld_at: float = 0.0
 
 
 class Wiring:
@@ -265,6 +269,7 @@ class Routes:
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
+        replica.unserved = 0
         replica.latency.add(seconds / size)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
@@ -322,13 +327,47 @@ class Routes:
             return 0.0
         replica = self._at[peer][1]
         replica.misses += 1
-        # A server sends nothing while it computes: a long task is no silence.
-        most_s = max(2 * self._settings.heartbeat_timeout_s, 2 * BACKWARD_SIZE * self.repeat_s(peer))
+        # Its loop answers a Query and a Cancel while it computes.
         silent_s = now - replica.asked_at if replica.asked_at is not None else 0.0
-        if replica.misses < MISSES or silent_s <= most_s:
+        if replica.misses < MISSES or silent_s <= self._settings.heartbeat_timeout_s:
             return 0.0
         replica.asked_at = now
         return silent_s
+
+    def not_served(self, peer: Peer, now: float, late: bool) -> float:
+        """A hop that it was asked for was `late`, or it said that a tensor is missing. Seconds without a result, if it has served none for
+        long, counted anew from now; else 0.0."""
+        if peer not in self._at:
+            return 0.0
+        replica = self._at[peer][1]
+        replica.unserved_at = replica.unserved_at if replica.unserved else now
+        replica.unserved += 1
+        # A peer that has become slow still has the time of its longest hop.
+        hop_s = 2 * BACKWARD_SIZE * self.repeat_s(peer) if late else 0.0
+        most_s, since_s = max(self._settings.heartbeat_timeout_s, hop_s), now - replica.unserved_at
+        if replica.unserved < MISSES or since_s <= most_s:
+            return 0.0
+        replica.unserved = 0
+        return since_s
+
+    def not_given(self, peer: Peer, now: float) -> float:
+        """What it has made could not be had from it. Seconds since a tensor of its was had, as above."""
+        if peer not in self._at:
+            return 0.0
+        replica = self._at[peer][1]
+        replica.withheld_at = replica.withheld_at if replica.withheld else now
+        replica.withheld += 1
+        since_s = now - replica.withheld_at
+        if replica.withheld < MISSES or since_s <= self._settings.heartbeat_timeout_s:
+            return 0.0
+        replica.withheld = 0
+        return since_s
+
+    def given(self, peers: Iterable[Peer]) -> None:
+        """Tensors that these had made were had."""
+        for peer in peers:
+            if peer in self._at:
+                self._at[peer][1].withheld = 0
 
     def received(self, peer: Peer) -> None:
         if peer in self._at:

@@ -344,6 +344,8 @@ class Trainer:
                 self._retry(m, now)
             return
         self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
+        if asked.stage:
+            self._routes.given(m.x[asked.stage][:1])
         if m.x[asked.stage + 1]:
             return
         m.made(asked, gradient=False)
@@ -359,6 +361,7 @@ class Trainer:
         stage = hop.stage
         if hop.kind is Kind.BACKWARD:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
+            self._routes.given((*m.x[stage][: bool(stage)], *(m.g[stage][:1] if stage < len(m.booked) - 1 else ())))
             m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.booked[stage] = hop.peer
         m.progressed()
@@ -391,6 +394,10 @@ class Trainer:
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
             elif isinstance(message, Missing):
+                self._reports.not_served(hop.peer, now, late=False)
+                maker = (m.g if message.gradient else m.x)[hop.stage][:1]
+                if maker and maker[0] != hop.peer:
+                    self._reports.not_given(maker[0], now)
                 m.forget_holders(hop.stage, message.gradient)
                 self._retry(m, now)
             else:
@@ -413,6 +420,7 @@ class Trainer:
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
             return
         self._reports.missed(hop.peer, now)
+        self._reports.not_served(hop.peer, now, late=True)
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
             self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now)

@@ -9,8 +9,11 @@ import msgspec
 
 Role = Literal["outsider", "joiner", "member", "hole"]
 
-REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
-MASKED = ("mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing")
+REPEATED = ("fuzz", "coup", "complain", "culprit", "saved", "waits", "unable", "nonfinite")  # need no machine
+MASKED = (
+    "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
+    "refuse", "held", "coming", "idle", "far", "loss", "rate",
+)  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {
     "outsider": REPEATED,

@@ -8,6 +8,7 @@ from shoal.core.leader.evictions import Misfit, Verdict
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import Doubled
 from shoal.core.messages import Peer, Settings, Share, View
+from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
 NEAR_BEATS = 8  # that steps wait for a joiner that is near, in all
@@ -46,8 +47,10 @@ def misfits(view: View, facts: Facts) -> list[Misfit]:
 
 def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> Opening | None:
     """The next round; None while it waits for joiners that are near. `complete_s`: how long the books have been complete."""
-    ready = tuple(member for member in view.joining if facts.ready(member, view))
-    near = tuple(one.peer for one in view.joining if one not in ready and facts.near(one, view))
+    differed = facts.evidence.conduct.differed_now
+    alike = [one for one in view.joining if key_of(one.peer) not in differed]  # the others come in with the next step
+    ready = tuple(one for one in alike if facts.ready(one, view))
+    near = tuple(one.peer for one in alike if one not in ready and facts.near(one, view))
     waited_s = facts.history.waited_s
     if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.heartbeat_s for peer in near):
         return None
