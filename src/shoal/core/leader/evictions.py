@@ -3,9 +3,10 @@
 A peer that sends the leader what cannot be (books with an index twice) is convicted at once. What only other peers can see needs two
 accusers with different keys. Where only one other peer can see it, one accuser is enough; but a peer that convicts two others alone, or
 accuses several alone, is evicted itself: it cannot receive, or it lies. A replica whose values differ from those of its stage's others
-downloads its state again, and is evicted at the third time. Where one peer's word stands against another's, the one that has been in more
-such disputes goes, else the younger: keys cost nothing, years in the run do. For facts.py, which asks, and rules/removal.py, which
-evicts; all of this is forgotten with the leader, but how often a key was evicted, which is in the View.
+downloads its state again, and is evicted at the third time; at the second where it was one peer's word against another's: they cannot
+go on together, and whoever stays meets a third. Of two words that of the peer with fewer such opponents counts, and whoever has two goes.
+For facts.py, which asks, and rules/removal.py, which evicts; all of this is forgotten with the leader, but how often a key was evicted,
+which is in the View.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ACCUSERS = 2  # independent ones, where there can be so many
 ALONE = 3  # peers that one peer accuses and no other does
 AGE = 64  # steps after which it is forgotten whom a peer has accused
 FEW = 2  # peers that one peer may accuse in any case; more only if they are less than a third
-DIFFERS = 3  # times that a replica's values differ before it is evicted
+DIFFERS, TIES = 3, 2  # times that a replica's values differ before it is evicted; from those of one peer alone
 KEPT = 256  # keys that a view remembers
 GROWS, GROWN = (
     4.0,
@@ -62,13 +63,11 @@ class Conduct:
         self._differed: Counter[str] = Counter()  # of keys
         self._given_up: Counter[str] = Counter()  # rounds, by key
         self._opponents: dict[str, set[str]] = {}  # of each key: the keys of disputes with it that nobody could settle
-        self._age: dict[Peer, int] = {}  # place in the view: who came later has the higher one
         self.differed_now: set[str] = set()  # keys of those that differed in this step: it is averaged without them
 
     def keep(self, present: Iterable[Peer]) -> None:
         """Forget complaints about and by peers that have left the view."""
-        self._age = {peer: place for place, peer in enumerate(present)}
-        remaining = self._age
+        remaining = set(present)
         self._accused = {
             peer: {by: words for by, words in held.items() if by in remaining}
             for peer, held in self._accused.items()
@@ -111,20 +110,15 @@ class Conduct:
         return self._given_up[key_of(peer)]
 
     def alone(self, accuser: Peer, accused: Peer, reason: str) -> Verdict:
-        """Convict on one peer's word: against a second peer it convicts the accuser, and so it does where that has been in more disputes
-        or came later than the accused."""
+        """Convict on one peer's word: against a second peer it convicts the accuser, and where that has been in more disputes."""
         convicted = self._convicted.setdefault(key_of(accuser), set())
         convicted.add(key_of(accused))
         if len(convicted) > 1:
             return accuser, f"is the only one to accuse several peers, the last {accused}: {reason}"
         worse = self._doubted([accuser]) - self._doubted([accused])
-        younger = self._age.get(accuser, 0) > self._age.get(accused, 0)
         self._dispute({key_of(accuser), key_of(accused)})
-        if worse > 0 or (not worse and younger):
-            return (
-                accuser,
-                f"is the only one to accuse {accused}, which has been in no more disputes and for longer here: {reason}",
-            )
+        if worse > 0:
+            return accuser, f"is the only one to accuse {accused}, and has differed with more peers before: {reason}"
         return accused, reason
 
     def right(self, replicas: Mapping[str, list[Peer]], leader: Peer, likely: str = "") -> list[Peer]:
@@ -140,14 +134,15 @@ class Conduct:
                 self._opponents.setdefault(key_of(peer), set()).update(others)
         return replicas[best]
 
-    def differs(self, peer: Peer, reason: str) -> Verdict | None:
+    def differs(self, peer: Peer, reason: str, tie: bool = False) -> Verdict | None:
         """Count that it must download its state again; a verdict if that is too often, or it has differed with several, one by one."""
         key = key_of(peer)
         self.differed_now.add(key)
         self._differed[key] += 1
         if len(self._opponents.get(key, ())) >= OPPONENTS:
             return peer, f"{reason}, as it has from {len(self._opponents[key])} peers one by one"
-        return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= DIFFERS else None
+        most = TIES if tie else DIFFERS
+        return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= most else None
 
     def odd_one(self, joiner: Peer, alone: Peer) -> Verdict | None:
         """A joiner holds another state than its stage's only member: whom to evict, if it is the member, which has differed with another

@@ -481,11 +481,12 @@ class Facts:
         """Those not taken to be right download their state again, and go if they had to too often."""
         evidence = self.evidence
         right = evidence.conduct.right(dispute.replicas, self.name, dispute.likely)
+        tie = len({key_of(peer) for peers in dispute.replicas.values() for peer in peers}) == 2
         for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
                     (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
-                    self.convict(evidence.conduct.differs(peer, dispute.why))
+                    self.convict(evidence.conduct.differs(peer, dispute.why, tie))
 
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
@@ -498,7 +499,7 @@ class Facts:
                 return self.convict(odd)
             why = f"came with another state of stage {member.stage} than its replicas have"
             evidence.unfit[peer] = why
-            self.convict(evidence.conduct.differs(peer, why))
+            self.convict(evidence.conduct.differs(peer, why, tie=len(others) == 1))
 
 
 def _work(view: View) -> tuple[int, int, int, bool]:

@@ -35,14 +35,14 @@ class Reports:
         if silent_s:
             self._complain(Complaint(peer, f"has answered nothing for {silent_s:.1f} s", kind="unreachable"))
 
-    def not_served(self, peer: Peer, now: float, late: bool) -> None:
-        since_s = self._routes.not_served(peer, now, late)
+    def not_served(self, peer: Peer, maker: str, now: float, late: bool) -> None:
+        since_s = self._routes.not_served(peer, maker, now, late)
         if since_s:
             self._complain(Complaint(peer, f"has served no hop for {since_s:.1f} s", kind="unreachable"))
 
-    def not_given(self, peer: Peer, now: float) -> None:
+    def not_given(self, peer: Peer, by: Peer, now: float) -> None:
         """It loses its share here, too: what it makes is of no use."""
-        since_s = self._routes.not_given(peer, now)
+        since_s = self._routes.not_given(peer, by, now)
         if since_s:
             self._complain(Complaint(peer, f"has given no tensor that it made for {since_s:.1f} s", kind="unreachable"))
             self.failed(peer, "does not give what it makes", now)

@@ -65,9 +65,11 @@ class Replica(msgspec.Struct, eq=False):
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
     misses: int = 0  # requests that timed out since its last answer
-    unserved: int = 0  # hops that it was late with, or could not do for want of a tensor, since its last result
+    unserved: list[
+        Peer
+    ] = []  # since its last result: who had made what the hops needed that it was late with or could not do; '': nobody
     unserved_at: float = 0.0  # when the first of those was found
-    withheld: int = 0  # tensors that it had made and others could not get, since one was had
+    withheld: list[Peer] = []  # since a tensor that it made was had: who could not get one
     withheld_at: float = 0.0
 
 
@@ -269,7 +271,7 @@ class Routes:
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
-        replica.unserved = 0
+        replica.unserved.clear()
         replica.latency.add(seconds / size)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
@@ -334,40 +336,46 @@ class Routes:
         replica.asked_at = now
         return silent_s
 
-    def not_served(self, peer: Peer, now: float, late: bool) -> float:
-        """A hop that it was asked for was `late`, or it said that a tensor is missing. Seconds without a result, if it has served none for
-        long, counted anew from now; else 0.0."""
+    def not_served(self, peer: Peer, maker: str, now: float, late: bool) -> float:
+        """A hop that it was asked for was `late`, or it said that a tensor is missing, which `maker` had made; '': it needs none. Seconds
+        without a result, if it has served none for long, counted anew from now; else 0.0: also where the maker may be at fault."""
         if peer not in self._at:
             return 0.0
         replica = self._at[peer][1]
         replica.unserved_at = replica.unserved_at if replica.unserved else now
-        replica.unserved += 1
+        replica.unserved.append(maker)
         # A peer that has become slow still has the time of its longest hop.
         hop_s = 2 * BACKWARD_SIZE * self.repeat_s(peer) if late else 0.0
         most_s, since_s = max(self._settings.heartbeat_timeout_s, hop_s), now - replica.unserved_at
-        if replica.unserved < MISSES or since_s <= most_s:
+        if since_s <= most_s or not self._several(replica.unserved):
             return 0.0
-        replica.unserved = 0
+        replica.unserved.clear()
         return since_s
 
-    def not_given(self, peer: Peer, now: float) -> float:
-        """What it has made could not be had from it. Seconds since a tensor of its was had, as above."""
+    def not_given(self, peer: Peer, by: Peer, now: float) -> float:
+        """What it has made could not be had from it, says `by`. Seconds since a tensor of its was had, as above."""
         if peer not in self._at:
             return 0.0
         replica = self._at[peer][1]
         replica.withheld_at = replica.withheld_at if replica.withheld else now
-        replica.withheld += 1
+        replica.withheld.append(by)
         since_s = now - replica.withheld_at
-        if replica.withheld < MISSES or since_s <= self._settings.heartbeat_timeout_s:
+        if since_s <= self._settings.heartbeat_timeout_s or not self._several(replica.withheld):
             return 0.0
-        replica.withheld = 0
+        replica.withheld.clear()
         return since_s
+
+    def _several(self, others: list[Peer]) -> bool:
+        """Enough failures, and not all with one other peer, where its stage has more."""
+        stage = self._at[others[0]][0] if others[0] in self._at else -1
+        replicas = sum(at == stage for at, _ in self._at.values())
+        return len(others) >= MISSES and ("" in others or len(set(others)) >= min(2, replicas))
 
     def given(self, peers: Iterable[Peer]) -> None:
         """Tensors that these had made were had."""
         for peer in peers:
             if peer in self._at:
-                self._at[peer][1].withheld = 0
+                self._at[peer][1].withheld.clear()
 
     def received(self, peer: Peer) -> None:
         if peer in self._at:
