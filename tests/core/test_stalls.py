@@ -7,7 +7,21 @@ import pytest
 
 from shoal.core.leader.evictions import COMPLAINTS, Conduct
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, KNOWN, QUIET_BEATS, SLOW, STRIKES, Stalls
+from shoal.core.leader.membership import owners_of
+from shoal.core.leader.stalls import (
+    ANSWER_BEATS,
+    ASKED,
+    FIRST,
+    FLOORS,
+    HOPS,
+    KNOWN,
+    LONGER,
+    QUIET_BEATS,
+    REST,
+    SLOW,
+    STRIKES,
+    Stalls,
+)
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
@@ -431,6 +445,23 @@ def test_an_owner_that_waits_for_others_is_not_to_blame(at: str) -> None:
         step.answer("b", at=at)
         _, moves = step.judge(LONG_S + 0.1)
         assert moves and step.reassign(moves)[1] == []
+        assert step.stalls.rests("b"), "but it gets none for a while: nobody can tell"
+
+
+def test_an_owner_from_whom_others_took_over_rests_ever_longer() -> None:
+    step, rests = Step(), []
+    for _ in range(2):
+        step.hang()
+        step.reassign(step.judge(ANSWER_S + 0.1)[1])
+        rests.append(0)
+        while step.stalls.rests("b"):
+            step.stalls.on_step(step.now, first=False)
+            rests[-1] += 1
+        step.view = VIEW
+        step.stalls.on_view(VIEW)
+        step.ask()
+    assert rests == [REST, REST * LONGER]
+    assert owners_of(MEMBERS, 4, {"b"}) == (0, 2, 3, 0) and owners_of(MEMBERS, 4, set("abcd")) == (0, 1, 2, 3)
 
 
 def test_several_microbatches_at_once_are_one_strike() -> None:

@@ -31,6 +31,10 @@ ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
 STRIKES = 3  # times that others had to take over from an owner,
 AGE = 64  # in so many steps
+REST, LONGER = (
+    4,
+    4,
+)  # steps for which an owner gets no microbatches after a takeover, and times as many after each further one
 ASKED = 16  # microbatches that are asked after at a time
 
 
@@ -72,7 +76,7 @@ class Takeovers(msgspec.Struct, frozen=True):
     owners: tuple[Index, ...]
     reasons: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    struck: tuple[Peer, ...]  # owners from whom others took over
+    struck: dict[Peer, int]  # owners from whom others took over; 0: it waited for others, as it says
     cases: tuple[Index, ...]
     given: dict[Index, Peer]
 
@@ -91,6 +95,8 @@ class Stalls:
         self._steps = 0
         self._remedied = False  # since the last booking: what the wait for the next one was is no measure
         self._strikes: Counter[Peer] = Counter()
+        self._rests: dict[Peer, int] = {}  # takeovers from an owner
+        self._rests_until: dict[Peer, int] = {}  # the step from which it gets microbatches again
         self._here_from_the_start = False  # this peer has led since the step began
 
     def on_step(self, now: float, first: bool) -> None:
@@ -218,12 +224,11 @@ class Stalls:
         verdicts: list[Verdict] = []
         at = {member.peer: number for number, member in enumerate(view.members)}
         turn = [view.members[number].peer for number in owners_of(view.members, len(view.members))]
-        struck: list[Peer] = []
+        struck: dict[Peer, int] = {}
         for index, why in moves.items():
             case = self._cases[index]
-            if case.owner not in struck and not case.blameless:
-                struck.append(case.owner)
-            strikes = self._strikes[case.owner] + (case.owner in struck)
+            struck[case.owner] = max(struck.get(case.owner, 0), not case.blameless)
+            strikes = self._strikes[case.owner] + struck[case.owner]
             had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
             if (strikes >= STRIKES or not able or not self._here_from_the_start) and case.owner != leader:
@@ -232,11 +237,18 @@ class Stalls:
                 given[index] = able[index % len(able)]
                 owners[index] = at[given[index]]
                 reasons.append(f"{given[index]} takes over microbatch {index}: {why}")
-        return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), tuple(struck), tuple(moves), given)
+        return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), struck, tuple(moves), given)
+
+    def rests(self, peer: Peer) -> bool:
+        """It gets no microbatches in the next step: others had to take over what it had."""
+        return self._rests_until.get(peer, 0) > self._steps
 
     def settle(self, takeovers: Takeovers) -> None:
         """These are decided."""
-        self._strikes.update(takeovers.struck)
+        for owner, strikes in takeovers.struck.items():
+            self._strikes[owner] += strikes
+            self._rests[owner] = self._rests.get(owner, 0) + 1
+            self._rests_until[owner] = self._steps + REST * LONGER ** (self._rests[owner] - 1)
         for index in takeovers.cases:
             case = self._cases.pop(index)
             had = self._owned_by.setdefault(index, {case.owner})

@@ -171,6 +171,9 @@ class Routes:
         stage_of = {member.peer: member.stage for member in members}
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
+        for _, replica in self._at.values():  # what one lacked of those may have been their fault
+            for others in (replica.unserved, replica.withheld):
+                others[:] = [peer for peer in others if not peer or peer in stage_of]
         for peer, stage in stage_of.items():
             if peer not in self._at:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))

@@ -394,10 +394,10 @@ class Trainer:
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
             elif isinstance(message, Missing):
-                maker = next(iter((m.g if message.gradient else m.x)[hop.stage]), "")
-                self._reports.not_served(hop.peer, maker, now, late=False)
-                if maker != hop.peer:
-                    self._reports.not_given(maker, hop.peer, now)
+                for maker in (m.g if message.gradient else m.x)[hop.stage][:1]:  # nobody: it was evicted
+                    self._reports.not_served(hop.peer, maker, now, late=False)
+                    if maker != hop.peer:
+                        self._reports.not_given(maker, hop.peer, now)
                 m.forget_holders(hop.stage, message.gradient)
                 self._retry(m, now)
             else:
@@ -420,8 +420,8 @@ class Trainer:
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
             return
         self._reports.missed(hop.peer, now)
-        maker = m.x[hop.stage][0] if hop.stage and m.x[hop.stage] else ""
-        self._reports.not_served(hop.peer, maker, now, late=True)
+        for maker in m.x[hop.stage][:1] if hop.stage else ("",):
+            self._reports.not_served(hop.peer, maker, now, late=True)
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
             self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now)

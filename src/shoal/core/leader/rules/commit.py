@@ -116,7 +116,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=_owners(view, members, settings),
+        owners=_owners(view, members, facts, settings),
         phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
@@ -136,11 +136,12 @@ def _moves(
     return rebalance(before_the_next_step(members, joining, view, facts, settings, now))
 
 
-def _owners(view: View, members: tuple[Member, ...], settings: Settings) -> tuple[int, ...]:
+def _owners(view: View, members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[int, ...]:
     """Of the next step's microbatches; with delayed updates they have begun."""
     if view.ahead:
         return inherit(view, members, ())
-    return owners_of(members, settings.microbatches) if view.step + 1 < settings.steps else ()
+    rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
+    return owners_of(members, settings.microbatches, rest) if view.step + 1 < settings.steps else ()
 
 
 def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
