@@ -20,6 +20,7 @@ from shoal.core.leader.stalls import (
     REST,
     SLOW,
     STRIKES,
+    TOO_LONG,
     Stalls,
 )
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
@@ -247,6 +248,26 @@ def test_an_owner_that_waits_for_what_the_server_has_booked_loses_it_and_a_secon
         step.answer(owner, index, 0, at="a")
         step.ledger.books["a"] += (Booking(index),)
     assert step.judge(LONG_S + 0.1)[0] == ["a: keeps 2 owners waiting, the last for microbatch 2 of stage 0"]
+
+
+def test_whoever_has_booked_the_stage_above_and_does_not_say_so_is_late_however_patient_the_owner_is() -> None:
+    step = Step(((1, 0),))
+    step.hang()
+    step.answer("b", 1, 0, at="c", slow=0)
+    assert step.judge(LONG_S + 0.1) == ([], {1: "b waits for microbatch 1 of stage 0 at c"})
+
+
+def test_a_hop_that_is_said_to_run_far_longer_than_any_is_late_although_its_owner_has_no_measure() -> None:
+    step = Step()
+    step.now += LONG_S
+    assert step.ask(slowest_s=0.1)
+    step.answer("b", 1, 1, at="d", slow=0)
+    assert step.judge(TOO_LONG * LONG_S) == ([], {})
+    assert step.judge(0.1) == ([], {1: "b waits for microbatch 1 of stage 1 at d"})
+    step = Step()
+    step.hang()
+    step.answer("b", 1, 1, at="d", slow=0)
+    assert step.judge(100 * LONG_S) == ([], {}), "where no hop is measured the first one may take minutes"
 
 
 def test_owners_are_asked_sooner_where_steps_are_known_to_be_quick() -> None:

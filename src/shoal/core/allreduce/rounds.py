@@ -327,23 +327,16 @@ class Rounds:
                 return self._next_piece(current, now)
             case Gather():
                 self._usual.add(now - current.began)
-                current.reduced = Reduced(
-                    current.message.epoch,
-                    current.message.step,
-                    current.message.round,
-                    done.result.digest,
-                    done.result.norm_sq,
-                )
+                of = current.message
+                current.reduced = Reduced(of.epoch, of.step, of.round, done.result.digest, done.result.norm_sq)
                 current.wake = now + 2 * self._settings.heartbeat_s
                 kept = _sums_for_others(current)
-                return (
-                    _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in kept)) + self._report()
-                )
+                over = tuple(blob for chunk, blob in current.piece.sums.items() if chunk not in kept)
+                return _forget(current, over) + self._report()
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
-            inputs, _ = self._void.pop(failed.id)
-            return drop(inputs)
+            return drop(self._void.pop(failed.id)[0])
         current = self._current
         task = current.tasks.pop(failed.id, None) if current is not None else None
         if current is None or task is None:
@@ -396,7 +389,8 @@ class Rounds:
         peers = current.piece.role.broadcasts[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        chunk = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, to_joiner=True)
+        of = current.message
+        chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
         return sends + [Send(peer, chunk, (blob,)) for peer in current.joiners]
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -461,11 +455,8 @@ class Rounds:
         return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
     def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self._replica.leader is None:
-            return []
-        return [
-            Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
-        ]
+        failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)
+        return [Send(self._replica.leader, failed)] if self._replica.leader is not None else []
 
     def _part(self, current: Current, chunk: int) -> ReduceChunk:
         return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)

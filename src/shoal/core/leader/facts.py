@@ -127,9 +127,8 @@ class Facts:
 
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
-        ledger = self.ledgers.get(step)
         settings = self.settings
-        return ledger if ledger is not None else Ledger(settings.stages, settings.microbatches, settings.tokens)
+        return self.ledgers.get(step) or Ledger(settings.stages, settings.microbatches, settings.tokens)
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""
@@ -147,8 +146,8 @@ class Facts:
 
     def confirmed(self, joiner: Peer) -> bool:
         """That joiner has reported that it holds the view which made it one: before, it accepts nothing that is meant for it."""
-        heartbeat = self.heartbeats.get(joiner)
-        return heartbeat is not None and heartbeat.number >= self.requests.joined_in.get(joiner, 0)
+        held = self.heartbeats.get(joiner)
+        return held is not None and held.number >= self.requests.joined_in.get(joiner, 0)
 
     def holds(self, member: Member, view: View) -> bool:
         """It reports the state of its stage at the step that is trained. `misfit` says whether it is another one than the members'."""
@@ -385,9 +384,7 @@ class Facts:
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:
         """Only a report about the step that all go back to now."""
-        view = self.view
-        assert view is not None
-        if (message.epoch, message.step) == (view.epoch, view.step):
+        if self.view is not None and (message.epoch, message.step) == (self.view.epoch, self.view.step):
             self.load_failed[peer] = message
 
     def _on_nonfinite(self, peer: Peer, message: NonFinite) -> None:
@@ -440,8 +437,7 @@ class Facts:
         if view is None or asked is None or (answer.epoch, answer.step) != (view.epoch, view.step):
             return
         twice = asked[0]
-        owner = owner_of(view, twice.index)
-        asked_for = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner)
+        asked_for = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner_of(view, twice.index))
         if asked_for and answer.peer in (twice.one, twice.two):
             liar = twice.two if answer.peer == twice.one else twice.one
             self.convict((liar, f"booked microbatch {twice.index}, whose owner has its gradient from {answer.peer}"))
@@ -491,9 +487,8 @@ class Facts:
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
         others = [other for other, stage in self.serving.items() if stage == member.stage]
-        if any(other in evidence.guilty for other in others):
-            return  # it may be the one that is right
-        if peer not in evidence.unfit and peer not in evidence.guilty:
+        judged = (peer, *others)  # who comes may be right where a member of the stage is to go
+        if peer not in evidence.unfit and not any(one in evidence.guilty for one in judged):
             odd = evidence.conduct.odd_one(peer, others[0]) if len(others) == 1 else None
             if odd is not None and odd[0] != self.name:
                 return self.convict(odd)

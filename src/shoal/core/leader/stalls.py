@@ -8,6 +8,7 @@ others had to take over again and again, and a server that two owners wait for. 
 from __future__ import annotations
 
 from collections import Counter, deque
+from math import inf
 
 import msgspec
 
@@ -26,6 +27,7 @@ KNOWN, SHORT = (
     4,
     10.0,
 )  # after so many steps: or sooner, after so many times the longest that any of these has had, but not than FLOORS
+TOO_LONG = 4.0  # times as long is too long for any hop, also where its owner knows nothing of that stage and is told that it runs
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
@@ -92,6 +94,9 @@ class Stalls:
         self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
         self._gaps: deque[float] = deque(maxlen=KNOWN)  # the longest of each of the steps before, their beginning too
         self._longest_s = 0.0
+        self._most_s = (
+            inf  # for an owner to wait for one peer, however patient it is itself; where others' hops are measured
+        )
         self._steps = 0
         self._remedied = False  # since the last booking: what the wait for the next one was is no measure
         self._strikes: Counter[Peer] = Counter()
@@ -144,6 +149,7 @@ class Stalls:
             self._booked, self._grew_at, self._remedied = ledger.booked, now, False
             self._cases.clear()
         usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
+        self._most_s = TOO_LONG * max(self._quiet_s, usual_s) if slowest_s else inf
         quiet_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
         known_s = SHORT * max(self._gaps, default=0.0) if len(self._gaps) == KNOWN else quiet_s
         wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
@@ -195,7 +201,10 @@ class Stalls:
         replicas = {member.peer for member in view.members if member.stage == case.stage}
         booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
         if not answer.peer or answer.peer in booked:
-            return _wait(case, answer, booked, what, long=now - case.at_since > self._quiet_s)
+            has = any(one.index == index for one in ledger.books.get(case.at, ()))
+            waited_s = now - case.at_since
+            remedy = _wait(case, answer, has, what, long=waited_s > self._quiet_s)
+            return remedy or (Late() if case.at and waited_s > self._most_s else None)
         if not asked_long:
             return None
         case.asked_at = now  # its books may lack it once more
@@ -256,9 +265,9 @@ class Stalls:
                 had.add(takeovers.given[index])
 
 
-def _wait(case: Case, answer: Booker, booked: set[Peer], what: str, long: bool) -> Remedy | None:
-    """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now."""
-    if case.at in booked and long:
+def _wait(case: Case, answer: Booker, has: bool, what: str, long: bool) -> Remedy | None:
+    """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now. `has`: its books have it."""
+    if has and long:
         return Late()  # it does not send what it has booked
     if answer.slow >= SLOW:
         return Reassign(f"{case.owner} gets no answer for {what} from {answer.slow} peers")

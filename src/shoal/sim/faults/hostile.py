@@ -9,7 +9,8 @@ import msgspec
 
 Role = Literal["outsider", "joiner", "member", "hole"]
 
-REPEATED = ("fuzz", "coup", "complain", "culprit", "saved", "waits", "unable", "nonfinite")  # need no machine
+REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
+REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
 MASKED = (
     "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
     "refuse", "held", "coming", "idle", "far", "loss", "rate",
@@ -18,7 +19,7 @@ ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # 
 ACTS: dict[Role, tuple[str, ...]] = {
     "outsider": REPEATED,
     "joiner": (*REPEATED, "hollow", "frozen", "books", "digest", "withhold", "busy"),
-    "member": (*REPEATED, *MASKED),
+    "member": (*REPEATED, *REPORTS, *MASKED),
     "hole": ("in", "out"),
 }
 

@@ -22,7 +22,7 @@ from shoal.core.consensus.certificates import digest, seal
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
-from shoal.sim.faults.hostile import REPEATED, Hostile
+from shoal.sim.faults.hostile import REPEATED, REPORTS, Hostile
 from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, unasked
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
@@ -62,7 +62,7 @@ class Strangers:
         self._loops: dict[str, Callable[[Hostile, m.Peer], Iterator[tuple[m.Peer, m.Message]]]] = {
             "fuzz": self._fuzz,
             "coup": self._coup,
-            **{act: partial(self._unasked, act) for act in REPEATED if act not in ("fuzz", "coup")},
+            **{act: partial(self._unasked, act) for act in (*REPEATED[2:], *REPORTS)},
         }
 
     # ------------------------------------------------------------------------------------------------------- life
