@@ -199,9 +199,8 @@ class Stalls:
         if answer is None:
             return Reassign(f"{case.owner} does not say where {what} is") if asked_long else None
         replicas = {member.peer for member in view.members if member.stage == case.stage}
-        booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
-        if not answer.peer or answer.peer in booked:
-            has = any(one.index == index for one in ledger.books.get(case.at, ()))
+        if not answer.peer or (answer.peer in replicas and _has(ledger, answer.peer, index)):
+            has = _has(ledger, case.at, index)
             waited_s = now - case.at_since
             remedy = _wait(case, answer, has, what, long=waited_s > self._quiet_s)
             return remedy or (Late() if case.at and waited_s > self._most_s else None)
@@ -263,6 +262,10 @@ class Stalls:
             had = self._owned_by.setdefault(index, {case.owner})
             if index in takeovers.given:
                 had.add(takeovers.given[index])
+
+
+def _has(ledger: Ledger, peer: Peer, index: Index) -> bool:
+    return any(one.index == index for one in ledger.books.get(peer, ()))
 
 
 def _wait(case: Case, answer: Booker, has: bool, what: str, long: bool) -> Remedy | None:
