@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import msgspec
@@ -159,7 +159,7 @@ def drawn(seed: int) -> Config:
     )
 
 
-def adapted(config: Config, seed: int, base: Path) -> Config:
+def adapted(config: Config, seed: int, base: Path, quantize: Literal["none", "nf4"] = "none") -> Config:
     """The same shape, resident, with LoRA adapters beside its weights, which are written to `base`."""
     whole = stages.whole(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, stages=1)))
     whole.save_pretrained(base)
@@ -168,6 +168,7 @@ def adapted(config: Config, seed: int, base: Path) -> Config:
         method="lora",
         rank=random.Random(seed).choice([4, 16, 64]),
         targets=("q_proj", "v_proj") if fused else (),
+        quantize=quantize,
     )
     return msgspec.structs.replace(
         config,

@@ -61,6 +61,7 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # of a resumed run
     port: int = 0
     trace: Path | None = None
+    key: Path | None = None  # kept there; None: a new one
     answers: KnownAnswers  # executor/answers.py; a second of work, to be done before anything listens
 
 
@@ -79,6 +80,13 @@ def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskR
 
     if config.device.executor == "emulated":
         return TaskRunner(config, None, _store(config, run))
+    if config.run.serve:
+        from shoal import executor
+        from shoal.model import stages
+
+        stages.check(config)
+        executor.check(config)
+        return TaskRunner(config)
     return TaskRunner(config, *_data_and_store(config, first_step, run))
 
 
@@ -123,7 +131,7 @@ async def peer(
     from shoal.runtime.node import Node
 
     config = _reachable(config, invite)
-    identity = Identity.new()
+    identity = Identity.load(role.key) if role.key is not None else Identity.new()
     membership = invite.membership(identity)
     header = trace.Header(
         protocol=PROTOCOL,
@@ -143,7 +151,9 @@ async def peer(
         transport = _transport(config, identity, membership, role.port, daemon, tell, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, _locating(record))
+        directory = _directory(
+            config, (identity, membership), invite.addresses, transport, daemon, _locating(record), role.port
+        )
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
@@ -226,8 +236,7 @@ def _facts() -> str:
 def _daemon(config: Config, identity: Identity, invite: Invite, port: int, tell: Callable[[str], None]) -> Daemon:
     """The libp2p daemon; transport and directory start it when they need it."""
     network = config.network
-    if network.transport != "libp2p" and port:  # taken by the transport
-        port += 1 if port < 65535 else -1
+    port = addresses.ports(network.transport, network.discovery, port)[network.transport != "libp2p"]
     hidden = network.transport != "tls" and network.discovery == "dht"
     return Daemon(identity, network.host, port, invite.addresses if hidden else (), tell)
 
@@ -291,9 +300,10 @@ def _directory(
     transport: Reachable,
     daemon: Daemon,
     located: Callable[[Peer, str], None],
+    first_port: int = 0,
 ) -> Directory:
     """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
-    host of every other peer."""
+    host of every other peer. `first_port`: of those that this peer listens on; 0: any."""
     identity, membership = member
     network = config.network
     host, port, streams = network.host, 0, ()
@@ -324,4 +334,5 @@ def _directory(
 
     if network.discovery == "dht":
         return Dht(identity, membership, own, bootstrap, learn, daemon)
-    return Gossip(identity, membership, own, bootstrap, learn, network.host)
+    listening = addresses.ports(network.transport, network.discovery, first_port)[-1]
+    return Gossip(identity, membership, own, bootstrap, learn, network.host, listening)

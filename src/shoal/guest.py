@@ -30,14 +30,14 @@ RUN = frozenset(
     """
     run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.heartbeat_s run.heartbeat_timeout_s
     run.min_request_timeout_s run.ready_timeout_s run.lost_stage run.averaging_memory_bytes run.lost_stage_wait_s
-    run.stage_seconds run.placement run.line_rates run.routes
+    run.serve run.stage_seconds run.placement run.line_rates run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
     data.source data.format data.field data.packing data.weights data.wrong_rows data.split data.sequence data.digest data.document_end
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
-    tune.method tune.rank tune.alpha tune.targets tune.rslora tune.dora
+    tune.method tune.rank tune.alpha tune.targets tune.rslora tune.dora tune.quantize
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
@@ -53,7 +53,7 @@ MACHINE = frozenset(
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
     device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
-    device.machine device.threads device.count run.log_to
+    device.cache_bytes device.machine device.threads device.count run.log_to
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.

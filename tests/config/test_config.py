@@ -230,6 +230,7 @@ def test_every_choice_is_accepted(key: Key) -> None:
         name = {"python": [], "dataset": ["data.factory=there:samples"]}.get(choice, ["data.path=there"])
         beside = name if key.path == "data.source" else []
         beside += ["model.path=there"] if choice == "lora" else []
+        beside += ["tune.method=lora", "model.path=there"] if choice == "nf4" else []
         if key.path == "data.format" and choice != "text":
             beside = ["data.path=there", "data.source=jsonl", "data.tokenizer=there"]
         config.load(None, [f"{key.path}={choice}", *beside])

@@ -10,7 +10,7 @@ import pytest
 from shoal.core import messages as m
 from shoal.sim.tasks.task_runner import _WORK, SECONDS
 
-NO_BLOBS = {"id", "digest", "record", "records", "shard"}  # fields of words
+NO_BLOBS = {"id", "digest", "record", "records", "shard", "session", "sessions"}  # fields of words
 TASKS: tuple[type[m.TaskBase], ...] = get_args(m.Task)
 
 

@@ -140,3 +140,28 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_one_is_taken(start: St
     output = end(start("run", *words, "run.steps=8", "--resume"), code=2)
     assert "holds 3 checkpoints, and none can be gone on from" in output and "none can be gone on from" in output
     assert (tmp_path / "runs/tiny/commits.jsonl").read_bytes() == commits, "nothing was undone"
+
+
+@pytest.mark.parametrize("discovery", ["dht", "gossip"])
+def test_an_invite_of_the_session_before_still_leads_to_the_run(start: Start, tmp_path: Path, discovery: str) -> None:
+    words = ("tiny.toml", "network.host=0.0.0.0", f"network.discovery={discovery}", "run.peers=3", "run.steps=400")
+    words = (*words, "network.delay_s=0.05", "checkpoint.every=2", "run.name=tiny")
+    host = start("run", *words)
+    wait_for(lambda: host.poll() is not None or steps_done(tmp_path) >= 3)
+    assert host.poll() is None, end(host)
+    end(start("invite", "tiny.toml", "--out", "old"))
+    host.send_signal(signal.SIGINT)
+    end(host, code=130)
+
+    host = start("run", *words, "--resume")
+    seen = steps_done(tmp_path)
+    wait_for(lambda: host.poll() is not None or steps_done(tmp_path) > seen)
+    assert host.poll() is None, end(host)
+    guest = start("join", "@old", "--files", ".", "run.dir=guest")
+    log = tmp_path / "guest/tiny/commits.jsonl"
+    wait_for(lambda: guest.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= 2))
+    assert guest.poll() is None, end(guest)
+    guest.send_signal(signal.SIGINT)
+    end(guest, code=130)
+    host.send_signal(signal.SIGINT)
+    assert "invites of that time" not in end(host, code=130)

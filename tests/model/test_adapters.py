@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from shoal.core.messages import Import
 from shoal.executor import create, fit
 from shoal.launcher.files import saved
 from shoal.model import analysis, stages
+from shoal.model.layers import adapters, nf4
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.tasks.seat import Copy, Download, _note, _whole
 
@@ -64,6 +66,64 @@ def test_stages_train_the_adapters_of_the_whole_and_hold_the_weights_of_the_base
     assert all("lora_" in name for name in names)
     targets = config.tune.targets
     assert not targets or all(any(target in name for target in targets) for name in names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_in_four_bits_compute_what_bitsandbytes_and_peft_compute(config: Config, dtype: str) -> None:
+    torch.manual_seed(3)
+    bnb, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    train = msgspec.structs.replace(config.train, dtype=dtype)
+    plain = msgspec.structs.replace(config, train=train)
+    config = based(plain, Path(config.model.path), quantize="nf4")
+    whole, reference = stages.whole(config), stages.whole(msgspec.structs.replace(plain, tune=Tune()))
+    kind = torch.float32 if dtype == "float32" else torch.bfloat16
+    reference.to(kind)
+    encoded = 0
+    for name, module in list(reference.named_modules()):
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            theirs = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, False, kind, compress_statistics=False, quant_type="nf4"
+            )
+            theirs.load_state_dict(module.state_dict())
+            owner, _, leaf = name.rpartition(".")
+            setattr(reference.get_submodule(owner), leaf, theirs.to("cpu"))
+            encoded += module.weight.numel()
+    lora = adapters.settings(config.tune)
+    reference = peft.inject_adapter_in_model(
+        lora, reference.train()
+    )  # in eval bitsandbytes packs the weights otherwise
+    reference.enable_input_require_grads()  # else bitsandbytes computes the first layer otherwise
+    trained = dict(whole.named_parameters())
+    for name, value in reference.named_parameters():
+        if value.requires_grad:
+            value.data = trained[name].data.clone().uniform_(-0.1, 0.1)
+            trained[name].data = value.data.clone()
+    ours = whole(input_ids=TOKENS, labels=TOKENS).loss
+    loss = reference(input_ids=TOKENS, labels=TOKENS).loss
+    assert abs(float(ours) / float(loss) - 1) < (1e-6 if dtype == "float32" else 1e-4)  # sums of layers round elsewhere
+    ours.backward()
+    loss.backward()
+    for name, value in reference.named_parameters():
+        if value.requires_grad:
+            error = (value.grad - trained[name].grad).norm() / value.grad.norm()
+            assert error < (1e-5 if dtype == "float32" else 0.05), (name, error)
+    stage = stages.build(config, 1)
+    plain_bytes = fit.frozen_bytes(stages.build(plain, 1))
+    last = stages.build(config, 1).model.lm_head.weight.nbytes
+    assert fit.frozen_bytes(stage) == fit.frozen_bytes(stages.hollow(config, 1)) < (plain_bytes - last) * 0.32 + last
+    assert sum(part.frozen_bytes for part in analysis.count(config).parts) == sum(
+        value.nbytes for value in adapters.frozen(whole)
+    )
+    assert encoded and create(config, 0).base != create(plain, 0).base
+
+
+def test_weights_in_four_bits_need_a_library(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = based(config, Path(config.model.path), quantize="nf4")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    nf4.library.cache_clear()
+    with pytest.raises(ValueError, match="needs bitsandbytes"):
+        stages.hollow(config, 0)
+    nf4.library.cache_clear()
 
 
 def test_a_frozen_matrix_is_tied_across_stages(tmp_path: Path) -> None:
@@ -198,6 +258,7 @@ def test_export_says_what_it_cannot_write(config: Config, tmp_path: Path) -> Non
         (["tune.method=lora"], "name its directory with model.path"),
         (["tune.method=lora", "device.executor=swapping", "device.memory_bytes=1 GiB"], "does not run adapters yet"),
         (["tune.method=lora", "device.count=2"], "shares out all of a stage's weights"),
+        (["tune.method=lora", "tune.dora=true", "tune.quantize=nf4"], "try tune.dora=false"),
         (["tune.rank=4"], "tune.rank = 4 has no effect: tune.method = 'full' trains all weights"),
         (["tune.method=lora", "tune.rank=0"], "tune.rank"),
         (["tune.method=lora", "model.boundary=maxout-2x", "run.stages=2"], "is trained with the whole model"),

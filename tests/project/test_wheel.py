@@ -54,6 +54,7 @@ def test_a_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) ->
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = ROOT / "src"
     needed = [path for kind in ("*.py", "*.npz", "*.toml", "py.typed") for path in (sources / "shoal").rglob(kind)]
+    needed += [path for path in (sources / "shoal/dashboard/page/assets").rglob("*") if path.is_file()]
     assert {str(path.relative_to(sources)) for path in needed} == {name for name in names if name.startswith("shoal/")}
     assert {name.partition("/")[0].rpartition(".")[2] for name in names} == {"shoal", "dist-info"}
 

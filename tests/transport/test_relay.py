@@ -185,6 +185,45 @@ def test_a_full_relay_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     run(story)
 
 
+async def circuit(caller: Host, target: Host, at: Host) -> tuple[socket.socket, bytes]:
+    """A connection of the caller's at that relay, and the relay's answer: JOINED, or nothing."""
+    loop, sock = asyncio.get_running_loop(), socket.create_connection(at.transport.address)
+    sock.setblocking(False)
+    await loop.sock_sendall(sock, relay.CALL)
+    nonce = await asyncio.wait_for(loop.sock_recv(sock, relay.NONCE_BYTES), 60)
+    await loop.sock_sendall(sock, relay.request(caller.identity, caller.membership, nonce, target.name))
+    return sock, await asyncio.wait_for(loop.sock_recv(sock, 1), 60)
+
+
+def test_one_peer_takes_only_its_part_of_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "CALLER_CIRCUITS", 1)
+
+    async def story() -> None:
+        async with hosts(4) as (a, b, c, r):
+            await b.wait_at(r)
+            calls = [await circuit(each, b, r) for each in (a, a, c)]
+            for sock, _ in calls:
+                sock.close()
+            assert [answer for _, answer in calls] == [relay.JOINED, b"", relay.JOINED]
+
+    run(story)
+
+
+def test_a_silent_connection_does_not_stay_at_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "IDLE_S", 0.2)
+    monkeypatch.setattr(handshake, "CONNECT_S", 600)  # the other end's own patience
+
+    async def story() -> None:
+        async with hosts(3) as (a, b, r):
+            await b.wait_at(r)
+            sock, answer = await circuit(a, b, r)
+            assert answer == relay.JOINED
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), 60) == b""
+            sock.close()
+
+    run(story)
+
+
 def test_a_relay_serves_members_only() -> None:
     identity, stranger, nonce = Identity.new(), Identity.new(), bytes(relay.NONCE_BYTES)
     membership = INVITE.membership(identity)

@@ -1,86 +1,70 @@
-"""`shoal generate CHECKPOINT PROMPT`: sample from a checkpoint, or from the newest one of a run.
+"""`shoal generate PLACE PROMPT`: continue a text, with a checkpoint on this machine or through the peers of a living run.
 
 A checkpoint is an ordinary Hugging Face model directory, so this is transformers' own sampling on the model as a whole;
-it shows that the cut model and what was trained are what every other program will load.
+it shows that the cut model and what was trained are what every other program will load. Through the peers no machine has the whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
-from shoal.escaping import escaped_lines
-from shoal.launcher.files import saved
+from shoal.api import generating
+from shoal.api.generating import Sampling, Words
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", help="a checkpoint directory, or the directory of a run, for its newest checkpoint"
-    )
+    parser.add_argument("place", help=PLACE)
     parser.add_argument("prompt", help="text to continue")
+    options(parser)
+
+
+PLACE = (
+    "a checkpoint directory; the directory of a run: while it lives through its peers, else its newest checkpoint; or @FILE,"
+    " an invite to a run that lives"
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, for `shoal chat` too."""
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default %(default)s)")
     parser.add_argument(
         "--top-k", type=int, default=50, help="sample among this many tokens; 0 = all (default %(default)s)"
     )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="among the likeliest that have this probability (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
     parser.add_argument("--base", metavar="DIR", help="of adapters: where their base model lies now")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default %(default)s)")
+    parser.add_argument("--device", default="cpu", help="of a checkpoint: cpu, cuda or mps (default %(default)s)")
+    parser.add_argument("--tokenizer", metavar="DIR", default="", help="of a living run, if not the one that it names")
 
 
 def main(args: argparse.Namespace) -> int:
-    _check(args)
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
-        text = sample(saved.checkpoint(args.checkpoint), args)
-    print(escaped_lines(text))  # a model says whatever its data did
+    how = sampling(args)
+    with generating.opened(args.place, args.base, args.device, args.tokenizer) as source:
+        words = Words(source.tokenizer)
+        tokens = source.tokenizer(args.prompt, add_special_tokens=False).input_ids
+        tokens = tokens or source.tokenizer("\n", add_special_tokens=False).input_ids
+        generating.refuse_long(source, tokens)
+        words.show(args.prompt)
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
+            source.generate([int(token) for token in tokens], how, words.take)
+        words.end()
     return 0
 
 
-def sample(path: Path, args: argparse.Namespace) -> str:
-    """The prompt and what the model adds to it."""
-    import torch
-    import transformers
-
-    from shoal.model import sequential
-
-    if json.loads((path / "config.json").read_text()).get("model_type") == sequential.MODEL_TYPE:
-        raise ValueError(
-            f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
-        )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model: Any
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = saved.model_of(path, args.base).to(args.device)
-    except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
-        raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
-    tokens = tokenizer(args.prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    if tokens.numel() == 0:
-        tokens = tokenizer("\n", return_tensors="pt", add_special_tokens=False).input_ids
-    tokens = tokens.to(device=args.device, dtype=torch.int64)
-    torch.manual_seed(args.seed)
-    chance = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k} if args.temperature else {}
-    with torch.inference_mode():
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=args.tokens,
-            pad_token_id=tokenizer.pad_token_id or 0,
-            **(chance or {"do_sample": False}),
-        )
-    text = str(tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True))
-    return f"{args.prompt}{text}".replace("\0", "\n")  # NUL stands between documents in the byte vocabulary
-
-
-def _check(args: argparse.Namespace) -> None:
+def sampling(args: argparse.Namespace) -> Sampling:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: must be 1 or more")
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}: must be 0 or more; try 0.8")
     if args.top_k < 0:
         raise ValueError(f"--top-k {args.top_k}: must be 0 or more")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p {args.top_p}: must be above 0 and at most 1; try 0.95")
+    return Sampling(
+        tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+    )

@@ -127,7 +127,7 @@ class Founded:
         from shoal import build
 
         config = self.config
-        if config.device.executor == "emulated":
+        if config.device.executor == "emulated" or config.run.serve:
             return config
         data = msgspec.structs.replace(config.data, digest=build.data(config).digest[:DIGEST_CHARS])
         return msgspec.structs.replace(config, data=data)  # so that no machine trains on other text

@@ -81,5 +81,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         seats=tuple(run.placement.values()),
         routes=run.routes,
         line_rates=run.line_rates,
+        serve=run.serve,
+        cache_bytes=config.device.cache_bytes,
         tokens=train.microbatch * config.data.sequence if masked(config) else 0,
     )

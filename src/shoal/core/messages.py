@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 23  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 24  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -28,6 +28,11 @@ Text = Annotated[str, msgspec.Meta(max_length=2000)]
 Digest = Annotated[str, msgspec.Meta(max_length=128)]
 Places = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=16)]  # that hold a copy
 
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
+Route = Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=256)]  # of a text: a replica of each stage
+
+MOST_POSITIONS = 512  # of one request of inference, which a hop of training waits for
+MOST_SCORES = 1024  # of the likeliest next tokens
 ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
 
 MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
@@ -880,6 +885,75 @@ class Measured(Wire, frozen=True):
     reason: Text = ""
 
 
+# --------------------------------------------------------------------------------------------------------- inference
+
+
+class Generate(Wire, frozen=True):
+    """Client to the first replica of `route`: run these tokens of my text, whose first is at `position`, through all stages. Answers:
+    TextPending and Passed of each replica but the last, which answers Predicted; or NotServed of the one where it ends."""
+
+    session: Count  # of the client: one text
+    call: Count  # of the session: a higher one voids those before
+    position: Count  # 0: the text begins anew
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MOST_POSITIONS)]
+    route: Route
+    scores: Annotated[int, msgspec.Meta(ge=0, le=MOST_SCORES)] = 1  # of the likeliest next tokens that are asked for
+
+
+class HiddenStates(Wire, frozen=True):
+    """Replica to the next one of the route: blob 0 is the input (1, count, width) of `stage`. `oldest`, `newest`: versions of the
+    parameters that it was made with."""
+
+    client: Peer
+    session: Count
+    call: Count
+    position: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_POSITIONS)]
+    stage: Stage
+    route: Route
+    scores: Annotated[int, msgspec.Meta(ge=0, le=MOST_SCORES)]
+    oldest: Count
+    newest: Count
+
+
+class Passed(Wire, frozen=True):
+    """Replica to client, a receipt: the stage is computed and its output sent on."""
+
+    session: Count
+    call: Count
+    stage: Stage
+
+
+class TextPending(Wire, frozen=True):
+    """Replica to client, twice a second: that request waits or runs here."""
+
+    session: Count
+    call: Count
+    stage: Stage
+
+
+class Predicted(Wire, frozen=True):
+    """Last replica to client: the likeliest next tokens, the likeliest first, and their logits."""
+
+    session: Count
+    call: Count
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MOST_SCORES)]
+    scores: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_SCORES)]
+    oldest: Count
+    newest: Count
+
+
+class NotServed(Wire, frozen=True):
+    """Replica to client: not taken. `missing`: I do not hold the keys and values before `position`; `busy`: ask again later; `elsewhere`:
+    I do not serve that stage; `refused`: nor will I ever take it."""
+
+    session: Count
+    call: Count
+    stage: Stage
+    kind: Literal["missing", "busy", "elsewhere", "refused"]
+    reason: Text = ""
+
+
 Message = (
     Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | JoinRefused | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
@@ -891,6 +965,7 @@ Message = (
     | StandingRequest | Standing | Override
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
+    | Generate | HiddenStates | Passed | TextPending | Predicted | NotServed
 )  # fmt: skip
 
 BULK = (
@@ -902,6 +977,7 @@ BULK = (
     Chunk,
     Ping,
     Pong,
+    HiddenStates,
 )  # may carry blobs; all others travel as control
 
 
@@ -910,7 +986,7 @@ RANKS = 6  # of bulk
 
 def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
-    state for a joiner, and shards of a checkpoint. Messages to one peer keep their order within a rank only."""
+    state for a joiner, shards of a checkpoint and texts. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward():
             return 0
@@ -923,6 +999,8 @@ def rank(message: Message) -> int:
         case ReduceChunk():
             return 3
         case Chunk(shard=shard) if shard:
+            return 5
+        case HiddenStates():
             return 5
     return 4
 
@@ -965,6 +1043,8 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     manifest: Manifest | None = None
     record: str = ""
     nbytes: int = 0
+    tokens: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class Done(Event, frozen=True):
@@ -1063,8 +1143,13 @@ class Do(Command, frozen=True):
 
 Lane = Literal["compute", "average", "read", "write"]
 Purpose = Literal["hop", "round", "state"]
-Asker = Literal["server", "trainer", "transfer"]
-ASKERS: dict[str, Asker] = {"s": "server", "t": "trainer", "y": "transfer"}  # by the beginning of a task's id
+Asker = Literal["server", "trainer", "transfer", "inference"]
+ASKERS: dict[str, Asker] = {
+    "s": "server",
+    "t": "trainer",
+    "y": "transfer",
+    "i": "inference",
+}  # by the beginning of a task's id
 
 
 class TaskBase(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -1326,9 +1411,33 @@ class RunCopy(TaskBase, frozen=True):
     record: str
 
 
+class Infer(TaskBase, frozen=True):
+    """The stage on the next positions of a text, `tokens` at stage 0 and elsewhere blob `x`, with the keys and values that are kept for
+    `session`, which `start` empties. Into blob `out`; at the last stage, where it is '', the `scores` likeliest next tokens.
+    Result: nbytes of the keys and values; tokens, scores. Failed: they are void."""
+
+    purpose = "hop"
+    inputs = ("x",)
+    outputs = ("out",)
+    session: str
+    stage: int
+    start: bool
+    tokens: tuple[int, ...]
+    x: str
+    out: str
+    scores: int
+
+
+class Forget(TaskBase, frozen=True):
+    """Let go of the keys and values of these sessions. Result: nothing."""
+
+    purpose = "hop"
+    sessions: tuple[str, ...]
+
+
 Task = (
     Fetch | RunForward | RunBackward | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
-    | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy
+    | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy | Infer | Forget
 )  # fmt: skip
 
 
@@ -1371,6 +1480,8 @@ class Settings(msgspec.Struct, frozen=True):
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
     answers: KnownAnswers = KnownAnswers()  # of this machine
+    serve: bool = False  # nothing is trained: the stages serve texts alone
+    cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none
 
     def scale(self, counted: int) -> float:
         """What makes a mean over all tokens of a step the mean over its `counted` ones."""

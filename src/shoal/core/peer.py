@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
+from shoal.core.inference.server import InferenceServer
 from shoal.core.leader.leader import Leader
 from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
@@ -44,7 +45,9 @@ from shoal.core.messages import (
     Forward,
     Found,
     GatherChunk,
+    Generate,
     Heartbeat,
+    HiddenStates,
     Join,
     JoinRefused,
     Lead,
@@ -139,6 +142,7 @@ class PeerMachine:
         self.server = Server(name, settings)
         self.trainer = Trainer(name, settings, rng)
         self.transfer = StateTransfer(name, settings, rng, self.server)
+        self.inference = InferenceServer(name, settings, self.server)
         self.leader_role = LeaderRole(name, settings, self.register)
         self.roster = Roster(name, outside=not found)
         self.admission = Admission(settings, self.roster, self.register, self.server, found)
@@ -208,6 +212,7 @@ class PeerMachine:
             self.server.deadline,
             self.trainer.deadline,
             self.transfer.deadline,
+            self.inference.deadline,
             self.heartbeat.beat_at,
             self.admission.find_at,
             self.departure.linger_at,
@@ -262,9 +267,10 @@ class PeerMachine:
                 self.departure.leaving = event.reason or "asked to"
         return []
 
-    def _owner(self, task: str) -> Server | Trainer | StateTransfer:
+    def _owner(self, task: str) -> Server | Trainer | StateTransfer | InferenceServer:
         """The part that gave that task."""
-        parts: dict[Asker, Server | Trainer | StateTransfer] = {
+        parts: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
+            "inference": self.inference,
             "trainer": self.trainer,
             "server": self.server,
             "transfer": self.transfer,
@@ -281,6 +287,8 @@ class PeerMachine:
             return self._on_consensus(peer, message, now)
         if isinstance(message, TRANSFER):
             return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
+        if isinstance(message, Generate) or (isinstance(message, HiddenStates) and self.roster.belongs(peer)):
+            return self.inference.on_message(peer, message, event.blobs, event.fault, now)
         if isinstance(message, TO_LEADER):
             return self._to_leader(peer, message, now)
         if isinstance(message, ABOUT_RUN):
@@ -353,7 +361,7 @@ class PeerMachine:
 
     def _tick(self, now: float) -> list[Command]:
         commands = self.register.tick(now) if _due(self.register.deadline, now) else []
-        for machine in (self.server, self.trainer, self.transfer):
+        for machine in (self.server, self.trainer, self.transfer, self.inference):
             if _due(machine.deadline, now):
                 commands += machine.tick(now)
         commands += self.admission.tick(now) + self.relay.tick(now)
@@ -384,7 +392,7 @@ class PeerMachine:
             self.transfer.load_failed = None  # sent again after the next try
         if self.server.changed or _due(self.heartbeat.beat_at, now):
             commands += self._beat(now)
-        return commands
+        return commands + self.inference.go_on(now)
 
     def _lead(self, now: float) -> list[Command]:
         view, leader_role = self.register.agreed, self.leader_role

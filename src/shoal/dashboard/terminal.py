@@ -74,7 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     elapsed_s: float
     step: int  # committed so far
-    steps: int
+    steps: int  # 0: nothing is trained
     stages: int  # 0: a machine alone, without peers
     state: str = ""  # shown while no step is trained: 'waiting for 2 more peers', 'writing ...'
     stopped: str = ""  # since when and why nothing can be trained, or that the run is dead
@@ -178,7 +178,9 @@ class ProgressLines:
 
 def headline(snapshot: Snapshot) -> str:
     """The run in one line."""
-    words = [f"{snapshot.name}: step {snapshot.step:,}/{snapshot.steps:,}"]
+    words = [
+        f"{snapshot.name}: " + (f"step {snapshot.step:,}/{snapshot.steps:,}" if snapshot.steps else "serves texts")
+    ]
     if snapshot.losses:
         words.append(f"loss {snapshot.losses[-1]:.3f}")
     if snapshot.tokens_per_s > 0:

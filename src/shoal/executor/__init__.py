@@ -17,6 +17,8 @@ def check(config: Config) -> None:
     if config.device.executor != "emulated":
         check_device(config)
         check_memory(config)
+        if config.run.serve:
+            return
         if config.train.dtype == "bfloat16" and emulates_bf16(device_of(config)):
             log.warning(
                 "this card emulates train.dtype=bfloat16, seldom faster than float32; shoal probe measures both"
@@ -28,6 +30,12 @@ def check(config: Config) -> None:
 
 def create(config: Config, stage: int, *, source: str | None = None) -> Executor:
     """The executor of stage `stage`, with weights from directory `source`, else `model.path`, else the seed."""
+    if config.run.serve:
+        from shoal.executor.serving import Serving
+        from shoal.model import stages
+
+        check_device(config)
+        return Serving(stages.build(config, stage, source=source), config)
     if config.device.count > 1:
         check_device(config)
         from shoal.executor import fit

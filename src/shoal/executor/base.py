@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -95,6 +95,22 @@ class Executor(Protocol):
     def refresh(self) -> None:
         """Call after writing to the parameters of `state`: compute with their new values."""
         ...
+
+
+@runtime_checkable
+class Inferring(Protocol):
+    """An executor that serves texts, too."""
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """See cut.Stage.infer; with the parameters that hops are computed with now."""
+        ...
+
+
+def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """ValueError: this executor serves none."""
+    if not isinstance(executor, Inferring):
+        raise ValueError("this peer serves no texts: only a resident stage on one device keeps keys and values")
+    return executor.infer(x, cache)
 
 
 class BoundaryShape(NamedTuple):

@@ -15,12 +15,12 @@ With `swapping` all versions lie in host memory, and the device needs no more th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.executor.base import Executor, copy_state_
+from shoal.executor.base import Executor, copy_state_, infer
 from shoal.executor.streams import streams_of
 from shoal.numerics import pieces
 
@@ -100,6 +100,9 @@ class Delayed:
         """The inner executor, set to the selected step: for hops that only it can run."""
         self._select()
         return self._inner
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        return infer(self._inner, x, cache)
 
     def zero(self, step: int = 0) -> None:
         """Empty all sums; the newest version is `step`."""

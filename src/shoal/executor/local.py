@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from shoal.config import Config, Train, local_batch, microbatches
-from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of
+from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of, infer
 from shoal.numerics.optimizer import OptimizerStep, Schedule, nesterov_, norm_sq
 from shoal.numerics.schedule import learning_rate
 
@@ -80,6 +81,9 @@ class LocalSteps:
         if self._waiting == self._of_step:
             self._local_step()
         return result
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        return infer(self._inner, x, cache)
 
     def zero(self, step: int = 0) -> None:
         """Return to the parameters at the start of the round."""

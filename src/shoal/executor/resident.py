@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class Resident:
         self._stage = stage
         self._slice = config.device.sequences or config.train.microbatch
         self._parts = microbatches(config.train) * slices(config)  # slices per step
-        self._dtype = DTYPES[config.train.dtype]
+        self._dtype, self._compiled = DTYPES[config.train.dtype], config.device.compile
         names, self.computing = zip(*stage.named_parameters(), strict=True)
         self._device = self.computing[0].device
         parameters = self.computing
@@ -92,6 +94,12 @@ class Resident:
             for into, gradient in zip(self._sums, gradients, strict=True):
                 add_(into, gradient)
         return grad_x, None if loss is None else float(loss)
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        # Texts have any length, for which compiled blocks would be compiled again and again.
+        eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+        with torch.no_grad(), eager:
+            return self._stage.infer(self._input(x), cache)
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()

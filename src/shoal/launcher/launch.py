@@ -42,6 +42,7 @@ class PeerSpec(msgspec.Struct, frozen=True):
     run: str | None = None  # id of the key that founded it
     number: int = 0  # among the local peers
     here: int = 1  # local peers
+    key: str = ""  # file of the key that a run's first peer has in every session, so that invites go on leading to it
 
 
 class Start(msgspec.Struct, frozen=True):

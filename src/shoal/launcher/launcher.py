@@ -91,9 +91,11 @@ class Launcher:
 
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
-        if self.job.plan is None:
-            return reach.private(self.config, self.job.here) if self.authority is not None else self.config
-        return plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        if self.job.plan is not None:
+            config = plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
+        else:
+            config = reach.private(self.config, self.job.here) if self.authority is not None else self.config
+        return reach.founding(config, self.directory, number, self._warn) if self.authority is not None else config
 
     def _warn(self, text: str) -> None:
         self.watch.tell("trouble", text, time.monotonic())
@@ -194,6 +196,10 @@ class Launcher:
         terminal.say(f"step {self.watch.saved:,} is saved: going at once loses nothing before it")
 
     def _conclude(self) -> Outcome:
+        if self.config.run.serve and self.authority is not None:
+            summary = self.watch.summary(time.monotonic(), self.early)
+            code = ExitCode.INTERRUPTED if self.interrupted else ExitCode.FAILED
+            return Outcome(code, summary, escaped_lines(f"texts are served no more: {self.early}"))
         finished = self.watch.finished and not self.watch.failed
         summary = self.watch.summary(time.monotonic(), "" if finished else self.early or "it was not finished")
         if self.authority is None:
@@ -268,6 +274,14 @@ class Launcher:
         missing = self.config.run.peers - self.job.here
         while not self.crew.addresses:
             await asyncio.sleep(SHOW_S)
+        await self._invite_guests(terminal, missing)
+        while not self.watch.started:
+            await asyncio.sleep(SHOW_S)
+        if self.config.run.serve:
+            words = f'shoal generate {self.directory} "a few words", or shoal chat {self.directory}'
+            terminal.say(f"every stage is served; for texts, while this command lasts: {words}")
+
+    async def _invite_guests(self, terminal: Terminal, missing: int) -> None:
         if self.authority is None:
             self.watch.tell(
                 "network", f"this machine is reached at {reach.reached(self.crew.addresses)}", time.monotonic()

@@ -88,6 +88,7 @@ class Starter:
                 run=self._passes.run,
                 number=number,
                 here=self._here,
+                key=str(self._directory / "founder.key") if first else "",
             )
         )
 

@@ -108,6 +108,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         port=config.network.port if spec.first else 0,
         trace=traces / f"{spec.label}.jsonl",
         answers=answers,
+        key=Path(spec.key) if spec.key else None,
     )
 
     async def run() -> Ended:

@@ -33,7 +33,7 @@ from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts
 from shoal.runtime.data.rows import WrongRow, checked, parsed
-from shoal.transport.addresses import listening
+from shoal.transport.addresses import listening, ports
 from shoal.units import size
 
 HEAD_BYTES = 1 << 16  # of a file of text that are looked at
@@ -63,8 +63,9 @@ def files(config: Config) -> Iterator[str]:
     """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
-        yield from data(config.data)
-        yield from tokenizer(config)
+        if not config.run.serve:
+            yield from data(config.data)
+            yield from tokenizer(config)
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -272,10 +273,8 @@ def address(config: Config, port: int) -> Iterator[str]:
     """Is network.host this machine's, and are the ports free? `port` 0: any will do."""
     network = config.network
     host = listening(network.host, ())
-    second = network.transport != "libp2p" and (network.transport == "auto" or network.discovery == "dht")
-    ports = [port, port + 1 if port < 65535 else port - 1] if port and second else [port]
     with ExitStack() as stack:
-        for each in ports:
+        for each in dict.fromkeys(ports(network.transport, network.discovery, port)):
             try:
                 family, kind, _, _, where = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM)[0]
                 listener = stack.enter_context(socket.socket(family, kind))

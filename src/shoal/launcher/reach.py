@@ -7,12 +7,14 @@ For launcher.py and cli/join.py. What a peer learns later, when it has called, i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import random
 import re
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ import msgspec
 
 from shoal.config import Config
 from shoal.core.messages import Peer
+from shoal.launcher import preflight
+from shoal.runtime.records.report import replace
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
 if TYPE_CHECKING:
@@ -29,6 +33,8 @@ ASK_S = 0.5  # between two look-ups of a run's peers
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
 HOSTS = 4  # of one peer in an invite
 INVITE = "guests.invite"  # in the run's directory
+PORT = "founder.port"  # there too
+PORTS = range(20_000, 32_000, 3)  # with the next two each; systems take none of these for connections to others
 _TCP = re.compile(r"/ip[46]/([^/]+)/tcp/(\d+)")
 _REFUSED = (
     "refuses the connection: that machine is up, but nobody listens on TCP port {port}. The run has ended or was started again on another"
@@ -43,6 +49,28 @@ def private(config: Config, here: int) -> Config:
     if config.network.host != AUTO or here < config.run.peers:
         return config
     return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, host="127.0.0.1"))
+
+
+def founding(config: Config, directory: Path, number: int, warn: Callable[[str], None]) -> Config:
+    """The configuration of the founder's peer with that number, from 0. The first one of a run that others may join listens on the same
+    port in every session, beside the same key (`launch.PeerSpec.key`): invites of an earlier session go on leading to the run."""
+    if number or config.network.port or is_loopback(config.network.host):
+        return config
+    port = _kept_port(config, directory / PORT, warn)
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, port=port))
+
+
+def _kept_port(config: Config, file: Path, warn: Callable[[str], None]) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        text = file.read_text(errors="replace").strip()
+        kept = int(text) if re.fullmatch(r"\d{1,5}", text) and 0 < int(text) < 65535 else 0
+        if kept and not any(preflight.address(config, kept)):
+            return kept
+        warn(f"port {kept or text!r} of the session before is not free: invites of that time find this run no more")
+    free = (port for port in random.sample(PORTS, len(PORTS)) if not any(preflight.address(config, port)))
+    if port := next(free, 0):
+        replace(file, f"{port}\n".encode())
+    return port
 
 
 def refuse_private(config: Config, addresses: Sequence[str]) -> None:

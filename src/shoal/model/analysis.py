@@ -47,7 +47,8 @@ def count(config: Config) -> Profile:
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
     adapters.attach(model, config)
     for value in model.parameters():
-        value.data = value.data.to(dtype)  # adapters too compute with copies in it
+        if value.requires_grad:
+            value.data = value.data.to(dtype)  # adapters too compute with copies in it
     fake = FakeTensorMode()
     _without_values(model, fake)
     parts = Parts(model)

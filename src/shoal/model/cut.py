@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ class Stage(Protocol):
 
     def forward(self, x: Tensor) -> Tensor:
         """Boundary tensor (B, L, D); at the last stage the logits (B, L, V)."""
+        ...
+
+    def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """The next positions of one text, as one document: `x` is tokens (1, L) or hidden states (1, L, D). Gives hidden states (1, L, D),
+        at the last stage the logits (1, V) of the last position; and `cache`, or a new one for None, with these positions. ValueError:
+        the text is too long, or the model keeps no keys and values."""
         ...
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ PACKED = frozenset("llama qwen3 mistral gemma2 gemma3_text phi3 olmo2 smollm3 gp
 # What families call the field of THEIRS.
 ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
-# transformers imports torchao where it is installed, which logs GPU libraries that do not load.
-for _name in ("torchao", "torch.utils._pytree"):
+# transformers and PEFT import these where they are installed, which log GPU libraries that do not load.
+for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
@@ -65,7 +65,7 @@ def hf_config(config: Config) -> PreTrainedConfig:
         hf = config_class.from_dict(fields)
     except Exception as error:  # the family's own validation, whose exception types are no part of its interface
         raise ValueError(f"{where}: {family} refuses this configuration: {error}") from error
-    _refuse_dropout(hf)
+    _refuse_dropout(hf, config)
     if config.data.document_end >= 0 and family not in PACKED:
         raise ValueError(
             f"data.document_end = {config.data.document_end}: {family} is not known to keep documents apart, as these are:"
@@ -203,7 +203,7 @@ def _refuse_long(config: Config, hf: PreTrainedConfig, where: str) -> None:
         )
 
 
-def _refuse_dropout(hf: PreTrainedConfig) -> None:
+def _refuse_dropout(hf: PreTrainedConfig, config: Config) -> None:
     """ValueError: dropout. A backward pass recomputes the stage, maybe on another peer, and needs the same activations."""
     drops = {
         name: value
@@ -211,7 +211,7 @@ def _refuse_dropout(hf: PreTrainedConfig) -> None:
         if ("dropout" in name or name.endswith("_pdrop")) and not name.startswith(("classifier", "summary"))
         if isinstance(value, float | int) and value > 0
     }
-    if drops:
+    if drops and not config.run.serve:
         values = ", ".join(f"{name} = {value}" for name, value in drops.items())
         fix = " ".join(f"model.extra.{name}=0.0" for name in drops)
         raise ValueError(f"{values}: stages are recomputed and cannot drop out; set {fix}")

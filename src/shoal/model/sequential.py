@@ -107,6 +107,9 @@ class SequentialStage:
         y: Tensor = self.model(x)
         return y
 
+    def infer(self, x: Tensor, cache: object) -> tuple[Tensor, object]:
+        raise ValueError("a model of your own (model.factory) keeps no keys and values, so that it serves no texts")
+
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return self._loss(self.forward(x), targets(tokens))
 

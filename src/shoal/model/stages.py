@@ -28,6 +28,7 @@ from shoal.model.layers import adapters, balance, boundary, linear, vocabulary
 from shoal.model.weights import load, materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers.cache_utils import DynamicCache
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.modeling_utils import PreTrainedModel
 
@@ -81,8 +82,11 @@ class NoPositions(nn.Module):
 class HuggingFaceStage:
     """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
 
-    def __init__(self, model: PreTrainedModel, *, first: bool, last: bool, document_end: int = -1) -> None:
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, *, first: bool, last: bool, document_end: int = -1, blocks: range = range(0)
+    ) -> None:
+        """`blocks`: those that it holds, for `infer` alone."""
+        self.model, self._blocks = model, blocks
         self.document_end = document_end
         self.first = first
         self.last = last
@@ -105,6 +109,32 @@ class HuggingFaceStage:
         if self._narrow is not None:
             y = self._narrow(y)
         return y if self.document_end < 0 else with_borders(y, self._starts(x))
+
+    def infer(self, x: Tensor, cache: DynamicCache | None) -> tuple[Tensor, DynamicCache]:
+        cache = self._new_cache() if cache is None else cache
+        length, most = cache.get_seq_length() + x.shape[1], getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(most, int) and length > most:
+            raise ValueError(f"a text of {length} tokens is longer than the model's {most} positions")
+        if self._widen is not None:
+            x = self._widen(x)
+        keywords = {"input_ids" if self.first else "inputs_embeds": x, "past_key_values": cache, "use_cache": True}
+        if self.last:
+            return self.model(**keywords, logits_to_keep=1).logits[:, -1], cache
+        y: Tensor = self.model.base_model(**keywords).last_hidden_state
+        return y if self._narrow is None else self._narrow(y), cache
+
+    def _new_cache(self) -> DynamicCache:
+        """Empty. The family's code asks the first layers for the length of the text, and those may belong to another stage: they share
+        the cache of an own layer of their kind."""
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        own = [cache.layers[index] for index in self._blocks]
+        cache.layers = [
+            layer if at in self._blocks else next((mine for mine in own if type(mine) is type(layer)), own[0])
+            for at, layer in enumerate(cache.layers)
+        ]
+        return cache
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         head = vocabulary.sliced_head(self.model, targets(tokens).numel())
@@ -150,14 +180,14 @@ def build(
     if (own := sequential.own_sequential(config)) is not None:
         return sequential.own_stage(own, config, stage, source, device)
     model, parts = _hollow(config)
-    first, last = _insert(model, parts, config, stage)
+    blocks = _insert(model, parts, config, stage)
     _fill(model, config, source)
     if config.device.compile:
         for block in parts.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
     else:
         linear.prefer(model)
-    return HuggingFaceStage(model.eval().to(device), first=first, last=last, document_end=config.data.document_end)
+    return _stage(model.eval().to(device), blocks, config, stage)
 
 
 def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.SequentialStage:
@@ -166,22 +196,27 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.Sequenti
         return sequential.hollow(own, config, stage)
     model, parts = _hollow(config)
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
-    first, last = _insert(model, parts, config, stage)
+    blocks = _insert(model, parts, config, stage)
     adapters.narrow(model, config)
     adapters.attach(model, config)
-    return HuggingFaceStage(model.eval(), first=first, last=last, document_end=config.data.document_end)
+    return _stage(model.eval(), blocks, config, stage)
 
 
-def _insert(model: Any, parts: Parts, config: Config, stage: int) -> tuple[bool, bool]:
-    """Insert the parts of that stage into the model, with its halves of boundary layers. Returns whether it is the first, the last."""
+def _stage(model: PreTrainedModel, blocks: range, config: Config, stage: int) -> HuggingFaceStage:
     first, last = stage == 0, stage == config.run.stages - 1
+    end = config.data.document_end
+    return HuggingFaceStage(model, first=first, last=last, document_end=end, blocks=blocks)
+
+
+def _insert(model: Any, parts: Parts, config: Config, stage: int) -> range:
+    """Insert the parts of that stage into the model, with its halves of boundary layers. Returns the stage's blocks."""
     own_blocks = cut(config.run, len(parts.blocks))[stage]
-    parts.insert_parts(own_blocks, first=first, last=last)
+    parts.insert_parts(own_blocks, first=stage == 0, last=stage == config.run.stages - 1)
     if config.model.boundary != "none":
         halves = {own_blocks.start: ("widen",), own_blocks.stop: ("narrow",)}
         boundaries = cuts(config, len(parts.blocks))
         boundary.attach(model, config.model.boundary, {block: halves[block] for block in boundaries if block in halves})
-    return first, last
+    return own_blocks
 
 
 def whole(config: Config, source: str | None = None, device: str = "cpu") -> PreTrainedModel:
@@ -255,8 +290,8 @@ class Parts:
 def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model without its parts, tested to pass hidden states on unchanged. ValueError: it cannot be cut."""
     hf = hf_config(config)
-    if config.run.stages > 1 and config.tune.method != "full":
-        hf.tie_word_embeddings = False  # a matrix that is frozen may lie at both ends
+    if config.run.stages > 1 and (config.tune.method != "full" or config.run.serve):
+        hf.tie_word_embeddings = False  # a matrix that is not trained may lie at both ends
     _refuse_tied(config, hf)
     cut(config.run, hf.num_hidden_layers)  # ValueError: no such cut
     model = on_meta(hf)

@@ -29,6 +29,7 @@ from shoal.core.messages import (
     Failed,
     Find,
     Finish,
+    Generate,
     Heartbeat,
     Join,
     JoinRefused,
@@ -71,6 +72,7 @@ FROM_OUTSIDE = (
     Redirect,
     Accept,
     Vote,
+    Generate,
 )  # all small but Override, which is signed
 
 

@@ -25,6 +25,9 @@ class Delivery:
     """`swallows`: whether a hostile peer keeps a message from arriving."""
 
     def __init__(self, context: Context, processes: Processes) -> None:
+        self.clients: dict[
+            m.Peer, Callable[[m.Peer, m.Message | None], None]
+        ] = {}  # no peers: they send texts; None: unreachable
         self.swallows: Callable[[m.Peer, m.Peer, Values], bool] = lambda source, target, values: False
         self._context = context
         self._processes = processes
@@ -97,13 +100,17 @@ class Delivery:
         node = self._processes.nodes.get(target)
         if node is not None:
             node.deliver(source, message, values)
-        elif self._context.chance.random() < REFUSED and source in self._processes.nodes:
+        elif target in self.clients:
+            self.clients[target](source, message)
+        elif self._context.chance.random() < REFUSED and (source in self._processes.nodes or source in self.clients):
             self._context.kernel.after(0.05, self._refused, (source, target))
 
     def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:
         node = self._processes.nodes.get(pair[0])
         if node is not None:
             node.receive(m.Unreachable(pair[1]))
+        elif pair[0] in self.clients:
+            self.clients[pair[0]](pair[1], None)
 
     def _check_encoding(self, peer: m.Peer, message: m.Message) -> None:
         """A message must be the same after encoding and decoding."""

@@ -23,6 +23,7 @@ from shoal.sim.liveness import Liveness
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.node import REBOOT_S, Node, Process, Who
 from shoal.sim.processes import Processes
+from shoal.sim.readers import Readers
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Scenario
@@ -45,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
     node_hours: float = 0.0
     struck: dict[str, int] = {}  # by kind: aimed faults (strikes.py) and hostile acts (strangers.py)
     wronged: tuple[str, ...] = ()  # honest peers that were evicted though they lived (strangers.py)
+    texts: tuple[tuple[int, int], ...] = ()  # of each client's text: tokens added, times that it was sent again
     evicted: dict[str, list[float]] = {}  # hostile peers: seconds from each beginning to the eviction
 
 
@@ -59,6 +61,7 @@ class Swarm:
         self.strangers = Strangers(self.context, self.processes, self.delivery) if case.hostile else None
         if self.strangers is not None:
             self.delivery.swallows = self.strangers.swallows
+        self.readers = Readers(self.context, self.processes, self.delivery)
         self.liveness = Liveness(self.context, self.processes, self.delivery, self.strangers)
         self._committed_before = 0  # steps, before the run was started again
 
@@ -141,6 +144,7 @@ class Swarm:
     def _begin_faults(self) -> None:
         kernel, case = self.kernel, self.case
         self.context.timeline.began_s = kernel.now
+        self.readers.begin()
         for planned in [*churn.plan(case), *churn.lives(case), *faults.plan(case), *strikes.plan(case)]:
             kernel.after(planned.at_s, self.injector.happen, planned)
         kernel.after(case.scenario.faults_s, self.heal)
@@ -159,6 +163,7 @@ class Swarm:
             stuck=self.liveness.stuck,
             node_hours=self.processes.lived_s() / 3600,
             struck=self.context.struck,
+            texts=self.readers.outcome(),
             wronged=tuple(self.strangers.wronged) if self.strangers is not None else (),
             evicted=self.strangers.evicted if self.strangers is not None else {},
         )

@@ -73,6 +73,14 @@ def hosts(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for host in result if host and not host.startswith("/")))
 
 
+def ports(transport: str, discovery: str, port: int) -> list[int]:
+    """Those that a peer with this `network.port` listens on, in order: of TLS, of libp2p's daemon and of the gossip directory, as far as it
+    has them; zeros where any port will do."""
+    count = (transport != "libp2p") + (transport != "tls" or discovery == "dht") + (discovery == "gossip")
+    step = 1 if port + count <= 65536 else -1
+    return [port + step * each if port else 0 for each in range(count)]
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -47,6 +47,8 @@ WAITING = 3  # connections of one peer at one relay: a caller's two streams, and
 WAITING_PEERS = 64  # at one relay
 OPENINGS = 64  # connections at one relay that nobody has vouched for yet, or that wait for their other end
 CIRCUITS = 128  # joined connections at one relay: 64 peers that control one another, and more
+CALLER_CIRCUITS = 32  # of these, asked for by one peer: 16 peers that it reaches through this relay
+IDLE_S = 300.0  # a joined connection that carries nothing for so long is closed; peers in use greet one another
 PIECE_BYTES = 64 << 10
 RATE = Allowance(per_s=25e6, at_once=4e6)  # bytes that a relay passes in all: 200 Mbit/s
 SILENT_S = 5.0  # a peer that has reached others for so long and was reached by nobody stands behind a firewall
@@ -114,6 +116,7 @@ class RelayService:
     def __init__(self, membership: Membership, tell: Callable[[str], None]) -> None:
         self.passed_bytes = 0
         self.circuits = 0  # joined now
+        self._callers: Counter[Peer] = Counter()  # who asked for them
         self._membership, self._tell = membership, tell
         self._budget = Budget(RATE)
         self._reported_bytes = 0
@@ -142,10 +145,12 @@ class RelayService:
                     if not asked.target:
                         keep = await self._wait(sock, asked.name)
                         return
+                    if self._callers[asked.name] >= CALLER_CIRCUITS:
+                        raise ValueError(f"{asked.name}: {CALLER_CIRCUITS} of its connections pass this relay already")
                     other = await self._other_end(asked.target)
                     await loop.sock_sendall(other, JOINED)
                     await loop.sock_sendall(sock, JOINED)
-            await self._join(sock, other)
+            await self._join(asked.name, sock, other)
         except (OSError, ValueError) as error:  # TimeoutError too
             log.debug("a relayed connection is refused: %s", error or type(error).__name__)
         finally:
@@ -201,23 +206,31 @@ class RelayService:
                 sock.close()
             await self._arrived.wait()
 
-    async def _join(self, one: socket.socket, other: socket.socket) -> None:
+    async def _join(self, caller: Peer, one: socket.socket, other: socket.socket) -> None:
         self.circuits += 1
+        self._callers[caller] += 1
         try:
-            ways = [asyncio.create_task(self._pass(*pair)) for pair in ((one, other), (other, one))]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            async with asyncio.timeout(IDLE_S) as idle:
+                directions = [asyncio.create_task(self._pass(*pair, idle)) for pair in ((one, other), (other, one))]
+                try:
+                    await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for each in directions:
+                        each.cancel()
+                    await asyncio.gather(*directions, return_exceptions=True)
         finally:
             self.circuits -= 1
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]
             other.close()
 
-    async def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    async def _pass(self, source: socket.socket, target: socket.socket, idle: asyncio.Timeout) -> None:
         loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(PIECE_BYTES))
         while nbytes := await loop.sock_recv_into(source, buffer):
+            idle.reschedule(loop.time() + IDLE_S)
+            self.passed_bytes += nbytes  # before they are sent: nobody has received bytes that are not counted
             await loop.sock_sendall(target, buffer[:nbytes])
-            self.passed_bytes += nbytes
             self._budget.spend(now := time.monotonic(), nbytes)
             if self.passed_bytes - self._reported_bytes >= REPORT_BYTES:
                 self._reported_bytes = self.passed_bytes

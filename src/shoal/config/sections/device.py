@@ -82,6 +82,15 @@ class Device(Section, frozen=True):
             " recompute; -1 is as many as memory is left for.",
         ),
     ] = -1
+    cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST_BYTES,
+            description="A peer keeps at most this much of keys and values for texts of `shoal generate` and `shoal chat`; 0 serves"
+            " none.",
+        ),
+    ] = 1 << 28
     tf32: Annotated[
         bool,
         Meta(

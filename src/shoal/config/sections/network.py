@@ -43,7 +43,7 @@ class Network(Section, frozen=True):
         Meta(
             ge=0,
             le=65535,
-            description="This peer listens on this port, and on the next one for the dht or auto; 0 is any free port.",
+            description="This peer listens on this port, and on the next one or two for its directory and libp2p; 0 is any free port.",
         ),
     ] = 0
     delay_s: Annotated[DelayS, Meta(description="The modelled link adds this delay each way to the real one.")] = 0.0

@@ -85,6 +85,12 @@ class Run(Section, frozen=True):
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
     ] = 1 << 28
+    serve: Annotated[
+        bool,
+        Meta(
+            description="The peers train nothing: they serve the model to `shoal generate` and `shoal chat`; `shoal serve` sets it."
+        ),
+    ] = False
     log_to: Annotated[
         tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
         Meta(description='The launcher also writes each step\'s figures to these, such as ["jsonl", "tensorboard"].'),

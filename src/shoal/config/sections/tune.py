@@ -12,7 +12,7 @@ from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
 
-_OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora")
+_OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora", "quantize")
 
 
 class Tune(Section, frozen=True):
@@ -36,6 +36,12 @@ class Tune(Section, frozen=True):
     dora: Annotated[
         bool, Meta(description="The norms of the weights' rows are trained apart (DoRA, arXiv 2402.09353).")
     ] = False
+    quantize: Annotated[
+        Literal["none", "nf4"],
+        Meta(
+            description="Frozen weights of linear layers are kept in train.dtype, or in 4.5 bits each (NF4 of QLoRA, arXiv 2305.14314)."
+        ),
+    ] = "none"
 
 
 def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator[str]:
@@ -48,6 +54,8 @@ def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator
         yield "tune.method = 'lora' adapts a trained model; name its directory with model.path"
     if device.executor == "swapping":
         yield "device.executor = 'swapping' does not run adapters yet; try device.executor=resident with more stages"
+    if tune.dora and tune.quantize != "none":
+        yield f"tune.dora = true needs norms of the weights that tune.quantize = {tune.quantize!r} encodes; try tune.dora=false"
     if device.count > 1:
         yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
     if model.boundary != "none":

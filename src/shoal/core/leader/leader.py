@@ -102,7 +102,7 @@ class Leader:
             return self._dismiss(view, now)
         commands = self._look(view, now) if facts.scan else []
         commands += self._save(view, now)  # before the rules: the run is finished once this ends
-        for entry in order.RULES:
+        for entry in order.SERVING if self.settings.serve else order.RULES:
             proposal = self._ask(entry, view, now)
             if proposal is not None:
                 return commands + self._propose(proposal, view, register, now)
@@ -173,7 +173,7 @@ class Leader:
 
     def _average(self, view: View, now: float) -> list[Command]:
         """Open a round when the books are complete; send it again to participants that have not reported."""
-        if not view.started or view.step >= self.settings.steps:
+        if not view.started or view.step >= self.settings.steps or self.settings.serve:
             return []
         facts = self.facts
         commands = self._inquire(view, now) if facts.scan else []

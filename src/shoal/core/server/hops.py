@@ -84,6 +84,11 @@ class Hops:
         """A hop of that step runs."""
         return self._running is not None and self._running.message.step == step
 
+    @property
+    def busy(self) -> bool:
+        """A hop runs, or could."""
+        return self._running is not None or bool(self._void) or any(map(self._complete, self._queue.values()))
+
     def books(self, step: int) -> tuple[Booking, ...]:
         """What I have booked of that step."""
         return self._books[step].entries if step in self._books else ()

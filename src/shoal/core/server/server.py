@@ -109,6 +109,15 @@ class Server:
         return self._replica.digest
 
     @property
+    def busy(self) -> bool:
+        """A hop of training runs, or could."""
+        return self._hops.busy
+
+    def stage_of(self, peer: Peer) -> int | None:
+        """The stage that this member of the view serves."""
+        return self._replica.known.serving.get(peer)
+
+    @property
     def work(self) -> int:
         """The step that is computed, as far as I know."""
         view = self._replica.view

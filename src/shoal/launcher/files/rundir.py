@@ -6,7 +6,7 @@
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
                                                           faults.json  whose links it has cut or slowed
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
-    invites.json   invites that were issued, renewed, revoked
+    invites.json   invites that were issued, renewed, revoked            founder.key, founder.port   its first peer's, in every session
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
     metrics.jsonl  tensorboard/  wandb/  what run.log_to asks for          page.token   the page's secret beyond loopback
@@ -148,7 +148,14 @@ def claimed(directory: Path) -> Iterator[IO[str]]:
 
 WATCHED = "watched"  # touched by `shoal watch` each time it reads the status
 UNLOADABLE = "unloadable"  # the step of a checkpoint that no machine could load
-FOUNDING = ("config.toml", "authority.key", "session.json", "plan.json")  # written once, when a session begins
+FOUNDING = (
+    "config.toml",
+    "authority.key",
+    "founder.key",
+    "founder.port",
+    "session.json",
+    "plan.json",
+)  # written once, when a session begins
 
 
 def founding(directory: Path) -> dict[str, bytes]:

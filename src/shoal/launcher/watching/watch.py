@@ -242,7 +242,7 @@ class RunMonitor:
             name=self.config.run.name,
             elapsed_s=now - self.started_s,
             step=view.step if view is not None else self.resumed.first_step,
-            steps=self.config.run.steps,
+            steps=0 if self.config.run.serve else self.config.run.steps,
             stages=self.config.run.stages,
             state=self._state(),
             first_step=self.resumed.first_step,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
+from shoal.model.layers import nf4
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -56,6 +57,8 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     if config.tune.method == "full":
         return
     lora = settings(config.tune)
+    if config.tune.quantize == "nf4":
+        nf4.encode(model, model.get_output_embeddings())
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -10,7 +10,17 @@ import torch
 
 from shoal import codec
 from shoal.config import Config, masked
-from shoal.core.messages import BULK, Backward, BoundaryTensor, Chunk, Forward, GatherChunk, Message, ReduceChunk
+from shoal.core.messages import (
+    BULK,
+    Backward,
+    BoundaryTensor,
+    Chunk,
+    Forward,
+    GatherChunk,
+    HiddenStates,
+    Message,
+    ReduceChunk,
+)
 from shoal.executor.base import boundary
 from shoal.numerics import compress
 from shoal.runtime.data.dataset import vocabulary
@@ -69,6 +79,8 @@ class Kinds:
             return self._chunk_kinds(message, length)
         if isinstance(message, Chunk):
             return () if message.gone else (self._bytes,)
+        if isinstance(message, HiddenStates):
+            return (BlobSpec("hidden states", self._boundary.dtype, (1, message.count, self._boundary.shape[-1])),)
         assert isinstance(message, Forward | Backward | BoundaryTensor)
         stage, last = message.stage, self._stages - 1
         if stage > last:

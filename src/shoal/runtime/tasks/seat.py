@@ -13,6 +13,7 @@ from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.state import Copy, check_chunk, join, raw
+from shoal.runtime.tasks.texts import Texts
 
 
 class Seat(msgspec.Struct):
@@ -21,6 +22,7 @@ class Seat(msgspec.Struct):
     executor: Executor
     stage: int
     step: int
+    texts: Texts = msgspec.field(default_factory=Texts)
 
 
 class Snapshots:

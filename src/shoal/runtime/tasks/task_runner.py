@@ -32,8 +32,10 @@ from shoal.core.messages import (
     Export,
     Failed,
     Fetch,
+    Forget,
     Gather,
     Import,
+    Infer,
     Init,
     Message,
     OfferShard,
@@ -212,6 +214,8 @@ class TaskRunner:
         match task:
             case Fetch() | RunForward() | RunBackward():
                 return self._hop(task, take)
+            case Infer() | Forget():
+                return self._serve(task, take)
             case Cut() | AddRow() | Add() | Gather() | Apply() | Reset():
                 return self._round(task, take)
             case Init() | Import() | Blend():
@@ -290,6 +294,18 @@ class TaskRunner:
         grad_x = self._borders.plain(task, grad_x)
         held = self._outgoing.put(grad_x, self._config.network.gradients)
         return msgspec.structs.replace(result, nbytes=self._keep(task.out, held).nbytes)
+
+    def _serve(self, task: Infer | Forget, take: Take) -> Result:
+        seat = self._seated()
+        if isinstance(task, Forget):
+            seat.texts.forget(task.sessions)
+            return Result()
+        if seat.stage != task.stage:
+            raise ValueError(f"stage {seat.stage} is here, not stage {task.stage}")
+        result, y = seat.texts.run(task, seat.executor, take(task.x) if task.x else None)
+        if task.out:
+            self._keep(task.out, y.to("cpu"))
+        return result
 
     def _computing(self, stage: int, step: int) -> Executor:
         """What computes that step and adds it up. With delayed updates the one before the next may still go on."""

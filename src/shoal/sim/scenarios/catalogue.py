@@ -52,6 +52,12 @@ SCENARIOS = {
             for name, tokens in (("chaos", 0), ("counted", 512))
         ),
         Scenario(
+            name="texts",
+            texts=3,
+            messages=Messages(drop=0.05, delay=0.02, stranger=0.02, fail=0.02),
+            happenings=_HARSH,
+        ),
+        Scenario(
             name="wild",
             messages=Messages(drop=0.1, delay=0.05, stranger=0.05, fail=0.03, duplicate=0.1, reorder=0.1),
             happenings=_HARSH,

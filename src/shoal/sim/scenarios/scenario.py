@@ -81,6 +81,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     many: bool = True  # any number of peers is as likely; else small swarms are drawn more often (log-uniform)
     planned: bool = False  # the peers of the beginning have seats in a plan, drawn at random
     stages: tuple[int, int] = (1, 4)
+    texts: int = 0  # clients that have the swarm continue a text all the while
     steps: tuple[int, int] = (4, 8)
     microbatches: tuple[int, int] = (4, 16)
     step_s: float = 4.0  # seconds of an undisturbed step, about; the compute per microbatch follows from it

@@ -19,6 +19,7 @@ from shoal.kept import Kept
 from shoal.sim.lines import Wire
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import Blob, Copies, Storage, shard_name, short
+from shoal.sim.tasks.texts import Texts
 
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
@@ -30,7 +31,7 @@ After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, wi
 SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
-    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1,
+    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1, m.Infer: 0.05, m.Forget: 0.001,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 MAY_FAIL = (
@@ -216,8 +217,7 @@ class TaskRunner:
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self.unlike = False  # its optimizer has other bits than the others'
-        self._after = after
-        self._now = now
+        self._times = after, now
         self.stage = -1
         self.version = -1
         self.digest = ""
@@ -225,13 +225,15 @@ class TaskRunner:
         self.sums: dict[int, list[Blob]] = {}  # by step
         self._rounds = Rounds(world)
         self.transfer = StateTransfer()
+        self._texts = Texts()
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
         inputs = [self._find(name, type(task).__name__) for name in task.reads]
         seconds = self.pace.seconds(task, inputs, self.world.length(self.stage))
-        wait_s = self.pace.wait_s(task, seconds, self._now())
-        self._after(wait_s, self._end, (task, inputs, seconds, ends))
+        after, now = self._times
+        wait_s = self.pace.wait_s(task, seconds, now())
+        after(wait_s, self._end, (task, inputs, seconds, ends))
 
     def _find(self, name: str, user: str) -> Blob:
         blob = self.blobs.get(name)
@@ -258,7 +260,17 @@ class TaskRunner:
             self.world.faults.append(f"blob name {name!r} is used twice")
         self.blobs[name] = blob
 
+    def _infer(self, task: m.Infer, inputs: Sequence[Blob]) -> m.Result:
+        if task.stage != self.stage:
+            raise ValueError(f"stage {self.stage} is here, not stage {task.stage}")
+        result, hidden = self._texts.run(task, inputs)
+        if task.out:
+            self._put(task.out, hidden)
+        return result
+
     def _seat(self, stage: int, version: int, digest: str, previous: str) -> m.Result:
+        if stage != self.stage:
+            self._texts.clear()
         self.stage, self.version, self.digest, self.previous = stage, version, digest, previous
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
@@ -467,4 +479,6 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.OfferShard: lambda runner, task, inputs: runner.copies.offer(task),
     m.WriteChunk: lambda runner, task, inputs: runner.copies.write(task, inputs[0]),
     m.RunCopy: lambda runner, task, inputs: runner.copies.finish(task),
+    m.Infer: TaskRunner._infer,
+    m.Forget: lambda runner, task, inputs: runner._texts.forget(task),
 }

@@ -144,8 +144,10 @@ class Gossip:
         bootstrap: tuple[str, ...],
         learn: Callable[[PeerRecord], None],
         bound: str = "",
+        port: int = 0,
     ) -> None:
-        """`bound`: the address to listen on; '': the record's host."""
+        """`bound`: the address to listen on; '': the record's host. `port`: 0 is any."""
+        self._port = port
         self.identity, self.membership = identity, membership
         self.own, self.bootstrap, self._bound = own, bootstrap, bound or own.host
         self._background = BackgroundLoop("shoal directory")
@@ -164,14 +166,19 @@ class Gossip:
         self._rng = random.Random(own.peer)
 
     async def start(self) -> None:
-        family, where = await resolved(self._bound, 0)
+        family, where = await resolved(self._bound, self._port)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # connections of the session before may linger
         try:
             self._listener.bind(where)
             self._listener.listen(256)
         except OSError as error:
             self._listener.close()
-            raise ValueError(f"cannot listen on {self._bound}: {error}; check network.host") from None
+            raise ValueError(
+                f"cannot listen on {self._bound}, port {self._port}: {error}; check network.host and network.port"
+            ) from None
         self._listener.setblocking(False)
         self.own = msgspec.structs.replace(self.own, directory_port=self._listener.getsockname()[1])
         self._background.start()

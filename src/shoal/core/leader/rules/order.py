@@ -54,3 +54,10 @@ RULES: tuple[Rule | Check, ...] = (
     Rule(finish),
     Rule(overlap),
 )
+
+# Of a swarm that serves texts: no microbatch has an owner, so that no step ends, and a lost stage is loaded again.
+SERVING = tuple(
+    rule
+    for rule in RULES
+    if isinstance(rule, Rule) and rule.propose in (remove, promote, recover, further_back, restage, start, admit)
+)
