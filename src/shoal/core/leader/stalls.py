@@ -83,6 +83,17 @@ class Takeovers(msgspec.Struct, frozen=True):
     given: dict[Index, Peer]
 
 
+class Gaps:
+    """How long it took from one booking to the next."""
+
+    def __init__(self) -> None:
+        self.now_s = self.before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self.longest_s = 0.0  # of this step, its beginning too
+        self.of_steps: deque[float] = deque(maxlen=KNOWN)  # the same of the steps before
+        self.most_s = inf  # for an owner to wait for one peer, however patient it is; where others' hops are measured
+        self.remedied = False  # since the last booking: what the wait for the next one was is no measure
+
+
 class Stalls:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -91,26 +102,19 @@ class Stalls:
         self._cases: dict[Index, Case] = {}
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
-        self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
-        self._gaps: deque[float] = deque(maxlen=KNOWN)  # the longest of each of the steps before, their beginning too
-        self._longest_s = 0.0
-        self._most_s = (
-            inf  # for an owner to wait for one peer, however patient it is itself; where others' hops are measured
-        )
+        self._gaps = Gaps()
         self._steps = 0
-        self._remedied = False  # since the last booking: what the wait for the next one was is no measure
         self._strikes: Counter[Peer] = Counter()
-        self._rests: dict[Peer, int] = {}  # takeovers from an owner
-        self._rests_until: dict[Peer, int] = {}  # the step from which it gets microbatches again
+        self._rests: dict[Peer, tuple[int, int]] = {}  # takeovers from an owner, and the step from which it owns again
         self._here_from_the_start = False  # this peer has led since the step began
 
     def on_step(self, now: float, first: bool) -> None:
         """A step has begun; `first`: since this peer leads, which may have been in its middle."""
         self._booked, self._grew_at = -1, now
         if not first:
-            self._gaps.append(self._longest_s)
-        self._longest_s = 0.0
-        self._gap_s, self._gap_before_s = 0.0, self._gap_s
+            self._gaps.of_steps.append(self._gaps.longest_s)
+        self._gaps.longest_s = 0.0
+        self._gaps.now_s, self._gaps.before_s = 0.0, self._gaps.now_s
         self._steps += 1
         if self._steps % AGE == 0:
             self._strikes.clear()
@@ -143,15 +147,15 @@ class Stalls:
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
         """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
-            if self._grew_at is not None and not self._remedied:
-                self._longest_s = max(self._longest_s, now - self._grew_at)
-                self._gap_s = max(self._gap_s, now - self._grew_at) if self._booked >= 0 else self._gap_s
-            self._booked, self._grew_at, self._remedied = ledger.booked, now, False
+            if self._grew_at is not None and not self._gaps.remedied:
+                self._gaps.longest_s = max(self._gaps.longest_s, now - self._grew_at)
+                self._gaps.now_s = max(self._gaps.now_s, now - self._grew_at) if self._booked >= 0 else self._gaps.now_s
+            self._booked, self._grew_at, self._gaps.remedied = ledger.booked, now, False
             self._cases.clear()
-        usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
-        self._most_s = TOO_LONG * max(self._quiet_s, usual_s) if slowest_s else inf
+        usual_s = max(HOPS * slowest_s, GAPS * self._gaps.now_s, GAPS * self._gaps.before_s)
+        self._gaps.most_s = TOO_LONG * max(self._quiet_s, usual_s) if slowest_s else inf
         quiet_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
-        known_s = SHORT * max(self._gaps, default=0.0) if len(self._gaps) == KNOWN else quiet_s
+        known_s = SHORT * max(self._gaps.of_steps, default=0.0) if len(self._gaps.of_steps) == KNOWN else quiet_s
         wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
         if now - self._grew_at < wait_s:
             return []
@@ -189,7 +193,7 @@ class Stalls:
             )
             if blamed is not None and index not in moves:
                 moves[index] = moves[blamed]
-        self._remedied |= bool(moves) or any(verdicts)
+        self._gaps.remedied |= bool(moves) or any(verdicts)
         return [verdict for verdict in verdicts if verdict is not None], moves
 
     def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
@@ -203,7 +207,7 @@ class Stalls:
             has = _has(ledger, case.at, index)
             waited_s = now - case.at_since
             remedy = _wait(case, answer, has, what, long=waited_s > self._quiet_s)
-            return remedy or (Late() if case.at and waited_s > self._most_s else None)
+            return remedy or (Late() if case.at and waited_s > self._gaps.most_s else None)
         if not asked_long:
             return None
         case.asked_at = now  # its books may lack it once more
@@ -249,14 +253,14 @@ class Stalls:
 
     def rests(self, peer: Peer) -> bool:
         """It gets no microbatches in the next step: others had to take over what it had."""
-        return self._rests_until.get(peer, 0) > self._steps
+        return self._rests.get(peer, (0, 0))[1] > self._steps
 
     def settle(self, takeovers: Takeovers) -> None:
         """These are decided."""
         for owner, strikes in takeovers.struck.items():
             self._strikes[owner] += strikes
-            self._rests[owner] = self._rests.get(owner, 0) + 1
-            self._rests_until[owner] = self._steps + REST * LONGER ** (self._rests[owner] - 1)
+            times = self._rests.get(owner, (0, 0))[0]
+            self._rests[owner] = times + 1, self._steps + REST * LONGER**times
         for index in takeovers.cases:
             case = self._cases.pop(index)
             had = self._owned_by.setdefault(index, {case.owner})
