@@ -223,8 +223,8 @@ class Facts:
         self.history.on_step(before, now)
         self.load_failed.clear()
         same = before is not None and before.epoch == view.epoch
-        reports = self.evidence.nonfinite
-        self.evidence.nonfinite = {what: by for what, by in reports.items() if same and what[0] >= view.step}
+        evidence = self.evidence
+        evidence.nonfinite = {what: by for what, by in evidence.nonfinite.items() if same and what[0] >= view.step}
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
@@ -356,8 +356,7 @@ class Facts:
         self._take_books(peer, heartbeat)
 
     def _take_books(self, peer: Peer, heartbeat: Heartbeat) -> None:
-        view = self.view
-        assert view is not None
+        assert (view := self.view) is not None
         if heartbeat.epoch != view.epoch or self.serving.get(peer) != heartbeat.stage:
             return
         for step, books in ((heartbeat.work, heartbeat.books), (heartbeat.work - 1, heartbeat.closed)):
@@ -487,8 +486,7 @@ class Facts:
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
         others = [other for other, stage in self.serving.items() if stage == member.stage]
-        judged = (peer, *others)  # who comes may be right where a member of the stage is to go
-        if peer not in evidence.unfit and not any(one in evidence.guilty for one in judged):
+        if peer not in evidence.unfit and not any(one in evidence.guilty for one in (peer, *others)):
             odd = evidence.conduct.odd_one(peer, others[0]) if len(others) == 1 else None
             if odd is not None and odd[0] != self.name:
                 return self.convict(odd)
