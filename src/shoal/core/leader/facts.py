@@ -222,8 +222,7 @@ class Facts:
         self.evidence.conduct.step()
         self.history.on_step(before, now)
         self.load_failed.clear()
-        same = before is not None and before.epoch == view.epoch
-        evidence = self.evidence
+        same, evidence = before is not None and before.epoch == view.epoch, self.evidence
         evidence.nonfinite = {what: by for what, by in evidence.nonfinite.items() if same and what[0] >= view.step}
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
@@ -329,8 +328,8 @@ class Facts:
         """Where nobody else that stays serves its stage, what it holds is saved: it may be gone before another peer has it."""
         requests = self.requests
         requests.leaves[peer], requests.leave_at[peer] = message.reason, now
-        stages = {stage for other, stage in self.serving.items() if other not in requests.leaves}
-        requests.save = requests.save or self.serving.get(peer, -1) not in {*stages, -1}
+        stages = {-1} | {stage for other, stage in self.serving.items() if other not in requests.leaves}
+        requests.save |= self.serving.get(peer, -1) not in stages
 
     @property
     def places(self) -> dict[Peer, str]:
@@ -356,7 +355,8 @@ class Facts:
         self._take_books(peer, heartbeat)
 
     def _take_books(self, peer: Peer, heartbeat: Heartbeat) -> None:
-        assert (view := self.view) is not None
+        view = self.view
+        assert view is not None
         if heartbeat.epoch != view.epoch or self.serving.get(peer) != heartbeat.stage:
             return
         for step, books in ((heartbeat.work, heartbeat.books), (heartbeat.work - 1, heartbeat.closed)):
