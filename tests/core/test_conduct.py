@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.leader.evictions import ALONE, COMPLAINTS, DIFFERS, DOUBLED, FEW, KEPT, Conduct, Pauses, evicting
+from shoal.core.leader.evictions import ALONE, COMPLAINTS, DIFFERS, FEW, GROWN, KEPT, TIES, Conduct, Pauses, evicting
 from shoal.core.messages import Evicted, Settings
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9, ban_s=10.0)
@@ -159,7 +159,7 @@ def test_a_view_remembers_the_newest_evicted_and_no_more_than_it_can_carry() -> 
     assert again[-1] == Evicted("p5", 2)
 
 
-@pytest.mark.parametrize(("times", "pause_s"), [(1, 10.0), (2, 20.0), (3, 40.0), (DOUBLED + 1, 2560.0), (40, 2560.0)])
+@pytest.mark.parametrize(("times", "pause_s"), [(1, 10.0), (2, 40.0), (3, 160.0), (GROWN + 1, 2560.0), (40, 2560.0)])
 def test_a_key_stays_out_longer_each_time_but_not_for_ever(times: int, pause_s: float) -> None:
     pauses = Pauses(SETTINGS)
     pauses.on_view((Evicted("p3", times),), 100.0)
@@ -173,7 +173,7 @@ def test_a_pause_begins_with_the_eviction_and_not_with_each_view() -> None:
         pauses.on_view((Evicted("p3", 1),), now)
     assert pauses.until("p3.1", []) == 110.0
     pauses.on_view((Evicted("p3", 2),), 120.0)
-    assert pauses.until("p3.1", []) == 140.0
+    assert pauses.until("p3.1", []) == 160.0
 
 
 def test_a_new_leader_keeps_out_whom_the_view_names() -> None:
@@ -181,7 +181,7 @@ def test_a_new_leader_keeps_out_whom_the_view_names() -> None:
     evicted = evicting(evicting((), ["p3.1"]), ["p3.2"])
     successor = Pauses(SETTINGS)
     successor.on_view(evicted, 500.0)
-    assert successor.until("p3.3", []) == 520.0
+    assert successor.until("p3.3", []) == 540.0
 
 
 def test_an_invite_stays_out_when_more_of_its_peers_were_evicted_than_are_in_good_standing() -> None:
@@ -194,3 +194,39 @@ def test_an_invite_stays_out_when_more_of_its_peers_were_evicted_than_are_in_goo
     )
     assert pauses.until("k1.2.inv.9", ["k3.1.inv.9"]) == 10.0, "the broken one itself stays out"
     assert pauses.until("k9.1.other.9", []) < 0.0
+
+
+def test_two_that_differ_alone_do_not_go_on_together_and_who_stays_meets_a_third() -> None:
+    conduct = Conduct()
+    assert conduct.right({"1": ["liar"], "2": ["a"]}, "z") == ["liar"]
+    assert [conduct.differs("a", "differs", tie=True) is not None for _ in range(TIES)] == [False, True]
+    assert conduct.right({"1": ["liar"], "2": ["b"]}, "z") == ["b"]
+    verdict = conduct.differs("liar", "differs", tie=True)
+    assert verdict is not None and verdict[0] == "liar", "at once: it has differed with two, one by one"
+
+
+def test_a_member_alone_that_differs_from_each_that_comes_to_its_stage_is_the_odd_one() -> None:
+    conduct = Conduct()
+    assert conduct.odd_one("a", "liar") is None and conduct.odd_one("a", "liar") is None
+    verdict = conduct.odd_one("b", "liar")
+    assert verdict is not None and verdict[0] == "liar"
+    conduct.odd_one("liar", "a")
+    assert conduct.odd_one("liar", "c") is None, "a joiner that has differed with several is it itself"
+
+
+def test_a_likely_value_settles_a_tie() -> None:
+    assert Conduct().right({"1": ["leader"], "2": ["a"]}, "leader", likely="2") == ["a"]
+
+
+def test_who_has_differed_with_more_is_believed_less_than_whom_it_accuses() -> None:
+    conduct = Conduct()
+    conduct.right({"1": ["liar"], "2": ["a"]}, "z")
+    verdict = conduct.alone("liar", "b", "is wrong")
+    assert verdict[0] == "liar"
+
+
+def test_rounds_given_up_count_over_steps() -> None:
+    conduct = Conduct()
+    assert [conduct.gives_up("a.1"), conduct.gives_up("a.2")] == [1, 2]
+    conduct.step()
+    assert conduct.gives_up("a.1") == 3

@@ -344,6 +344,9 @@ def test_a_replica_that_differs_for_the_third_time_is_evicted() -> None:
             assert joiners(leader) == "c" and leader.view.evicted == ()
             leader.heartbeat("c")
             commit(leader)
+            assert joiners(leader) == "c", "the step in which it differed is averaged without it"
+            leader.heartbeat("c")
+            commit(leader)
     assert "c" not in members(leader) + joiners(leader) and leader.view.evicted == (Evicted("c", 1),)
     assert "3 times by now" in leader.reasons
 
@@ -457,7 +460,7 @@ def test_a_culprit_of_another_stage_is_not_blamed_but_whoever_names_it_is_in_the
         fail(leader, "b", "c")
         if failures < FAILURES:
             again(leader, tuple("bcdef"))
-    assert members(leader) == "acdef" and "has given up 8 rounds of a step" in leader.reasons
+    assert members(leader) == "acdef" and f"has given up {FAILURES} rounds of a step" in leader.reasons
 
 
 def test_rounds_that_each_peer_gives_up_once_evict_nobody() -> None:
@@ -489,7 +492,7 @@ def test_a_round_that_fails_again_is_tried_ever_later_but_not_for_ever_later() -
         failed_at = leader.now
         again(leader, tuple("bcdef"))
         waited.append(leader.now - failed_at)
-    assert waited[:4] == [0.5, 1.0, 2.0, 4.0] and max(waited) == BEAT_S * 2**PAUSES
+    assert waited[:4] == [0.5, 1.0, 2.0, 2.0] and max(waited) == BEAT_S * 2**PAUSES
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
@@ -600,7 +603,7 @@ def test_a_key_that_was_evicted_stays_out_longer_each_time() -> None:
             complain(leader, accuser, peer)
         assert leader.view.evicted == (Evicted("k", process + 1),)
     waited.append(back_after(leader, "k.9", tuple("bcd")))
-    assert [round(seconds / 10.0) for seconds in waited] == [0, 1, 2, 4]
+    assert [round(seconds / 10.0) for seconds in waited] == [0, 1, 4, 16]
 
 
 def test_the_pause_survives_a_change_of_the_leader() -> None:

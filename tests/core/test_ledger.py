@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.leader.ledger import Doubled, Ledger, counted_twice
+from shoal.core.leader.ledger import FAR_LOSS, MOST_LOSS, Doubled, Ledger, counted_twice
 from shoal.core.messages import Booking, Member, Share
 
 A, B, C, D = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1))
@@ -153,3 +153,16 @@ def test_counted_tokens_are_those_that_the_last_stage_reports_and_bounded_by_a_m
         "has counted 33 tokens in a microbatch of 32"
     )
     assert Ledger(2, 4).report("a", (Booking(0, counted=1),)) == "has counted 1 tokens in a microbatch of 0"
+
+
+@pytest.mark.parametrize("loss", [-1e300, -1e-9, 2 * MOST_LOSS, 1e300])
+def test_a_loss_that_cannot_be_convicts(loss: float) -> None:
+    assert "reports losses" in Ledger(1, 4).report("a", (Booking(0, 1.0), Booking(1, loss)))
+
+
+def test_one_loss_far_above_the_others_does_not_move_the_mean_far() -> None:
+    ledger = Ledger(1, 4)
+    ledger.report("a", tuple(Booking(index, 2.0) for index in range(3)))
+    ledger.report("b", (Booking(3, MOST_LOSS),))
+    group = (Share("a", (0, 1, 2)), Share("b", (3,)))
+    assert ledger.loss(group) == (3 * 2.0 + FAR_LOSS * 2.0) / 4

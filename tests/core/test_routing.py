@@ -234,13 +234,53 @@ def test_a_peer_that_left_is_never_chosen_and_may_be_spoken_of() -> None:
 def test_a_silent_peer_is_noticed_once_per_silence_and_not_after_an_answer() -> None:
     routes = some_routes("a", settings=Settings(stages=1, microbatches=1, steps=1, stage_seconds=(0.1,)))
     routes.asked("a", 0.0)
-    assert not any(routes.missed("a", now) for now in (2.0, 4.0, 6.0, 10.0))
-    assert routes.missed("a", 11.0) == 11.0
-    assert not routes.missed("a", 12.0)
-    assert routes.missed("a", 22.0)
+    assert not any(routes.missed("a", now) for now in (1.0, 2.0, 3.0, 4.0))
+    assert routes.missed("a", 5.0) == 5.0
+    assert not routes.missed("a", 6.0)
+    assert routes.missed("a", 10.0)
     routes.received("a")
     routes.asked("a", 24.0)
     assert not routes.missed("a", 39.0), "one request that ran out is no silence"
+
+
+def test_a_peer_that_serves_no_hop_is_noticed_whatever_else_it_answers() -> None:
+    routes = some_routes("a", settings=Settings(stages=1, microbatches=1, steps=1, stage_seconds=(0.1,)))
+    for now in (1.0, 3.0, 5.0):
+        routes.received("a")
+        assert not routes.not_served("a", "", now, late=False)
+    assert routes.not_served("a", "", 5.5, late=False) == 4.5
+    assert not routes.not_served("a", "", 9.0, late=False), "counted anew"
+    routes.answered("a", 0.1, 1.0, 9.0)
+    assert not any(routes.not_served("a", "", now, late=False) for now in (10.0, 12.0)), "it has served one"
+
+
+def two_stages() -> Routes:
+    routes = Routes(Settings(stages=2, microbatches=1, steps=1, stage_seconds=(0.1, 0.1)), Random(1))
+    routes.on_view((Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1)), 0.0)
+    return routes
+
+
+def test_a_peer_that_lacks_what_one_other_makes_may_be_that_ones_victim() -> None:
+    routes = two_stages()
+    assert not any(routes.not_served("c", "a", now, late=False) for now in (0.0, 3.0, 6.0, 9.0))
+    assert routes.not_served("c", "b", 10.0, late=False) == 10.0
+    assert not any(routes.not_given("a", "c", now) for now in (0.0, 3.0, 6.0, 9.0))
+    assert routes.not_given("a", "d", 10.0) == 10.0
+
+
+def test_a_slow_peer_has_the_time_of_its_longest_hop() -> None:
+    routes = some_routes("a", settings=Settings(stages=1, microbatches=1, steps=1, stage_seconds=(1.0,)))
+    assert not any(routes.not_served("a", "", now, late=True) for now in (0.0, 5.0, 10.0, 19.0))
+    assert routes.not_served("a", "", 21.0, late=True) == 21.0
+
+
+def test_a_peer_that_gives_no_tensor_is_noticed_until_one_is_had() -> None:
+    routes = two_stages()
+    assert not any(routes.not_given("a", by, now) for by, now in (("c", 0.0), ("d", 2.0), ("d", 4.0)))
+    assert routes.not_given("a", "c", 4.5) == 4.5
+    assert not any(routes.not_given("a", by, now) for by, now in (("c", 5.0), ("d", 9.0)))
+    routes.given(("a",))
+    assert not any(routes.not_given("a", by, now) for by, now in (("c", 9.5), ("d", 9.6)))
 
 
 def test_a_peer_that_never_answers_does_not_earn_ever_longer_deadlines() -> None:

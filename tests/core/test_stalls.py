@@ -7,7 +7,22 @@ import pytest
 
 from shoal.core.leader.evictions import COMPLAINTS, Conduct
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.stalls import ANSWER_BEATS, ASKED, FIRST, FLOORS, HOPS, QUIET_BEATS, SLOW, STRIKES, Stalls
+from shoal.core.leader.membership import owners_of
+from shoal.core.leader.stalls import (
+    ANSWER_BEATS,
+    ASKED,
+    FIRST,
+    FLOORS,
+    HOPS,
+    KNOWN,
+    LONGER,
+    QUIET_BEATS,
+    REST,
+    SLOW,
+    STRIKES,
+    TOO_LONG,
+    Stalls,
+)
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
@@ -218,15 +233,75 @@ def test_accusers_of_a_step_before_are_forgotten() -> None:
     assert step.judge(LONG_S + 0.1)[0] == []
 
 
-def test_an_owner_that_waits_for_what_the_server_has_booked_loses_it_and_the_server_stays() -> None:
+def test_an_owner_that_waits_for_what_the_server_has_booked_loses_it_and_a_second_one_convicts_the_server() -> None:
     step = Step()
     step.hang()
     step.answer("b", at="c")
     step.ledger.books["c"] += (Booking(1),)
     assert step.judge(LONG_S + 0.1) == (
         [],
-        {1: "b waits for microbatch 1 of stage 1, which c has booked and answered"},
+        {1: "b waits for microbatch 1 of stage 1 at c"},
     )
+    step = Step(((1, 0), (2, 0)))
+    step.hang()
+    for owner, index in (("b", 1), ("c", 2)):
+        step.answer(owner, index, 0, at="a")
+        step.ledger.books["a"] += (Booking(index),)
+    assert step.judge(LONG_S + 0.1)[0] == ["a: keeps 2 owners waiting, the last for microbatch 2 of stage 0"]
+
+
+def test_whoever_has_booked_the_stage_above_and_does_not_say_so_is_late_however_patient_the_owner_is() -> None:
+    step = Step(((1, 0),))
+    step.hang()
+    step.answer("b", 1, 0, at="c", slow=0)
+    assert step.judge(LONG_S + 0.1) == ([], {1: "b waits for microbatch 1 of stage 0 at c"})
+
+
+def test_a_hop_that_is_said_to_run_far_longer_than_any_is_late_although_its_owner_has_no_measure() -> None:
+    step = Step()
+    step.now += LONG_S
+    assert step.ask(slowest_s=0.1)
+    step.answer("b", 1, 1, at="d", slow=0)
+    assert step.judge(TOO_LONG * LONG_S) == ([], {})
+    assert step.judge(0.1) == ([], {1: "b waits for microbatch 1 of stage 1 at d"})
+    step = Step()
+    step.hang()
+    step.answer("b", 1, 1, at="d", slow=0)
+    assert step.judge(100 * LONG_S) == ([], {}), "where no hop is measured the first one may take minutes"
+
+
+def test_owners_are_asked_sooner_where_steps_are_known_to_be_quick() -> None:
+    step, short_s = Step(), FLOORS * SETTINGS.min_request_timeout_s
+    for _ in range(KNOWN):
+        assert step.ask() == []
+        step.now += 0.1
+        step.book("d", 1)
+        assert step.ask() == []
+        step.ledger = Ledger(2, 4)
+        step.stalls.on_step(step.now, first=False)
+    step.ask()
+    step.now += short_s
+    assert step.ask()
+
+
+def test_a_wait_that_a_remedy_ended_is_no_measure_of_the_next() -> None:
+    """One owner that does nothing would make the others wait three times as long for it, again and again."""
+    step = Step(((1, 1), (2, 1)))
+    step.hang()
+    step.reassign(step.judge(ANSWER_S + 0.1)[1])
+    step.book("d", 1)
+    step.ask()
+    step.now += LONG_S
+    assert step.ask()
+
+
+def test_an_owner_that_gets_nowhere_with_one_hands_over_all_that_hang() -> None:
+    view = msgspec.structs.replace(VIEW, owners=(0, 1, 1, 3))
+    step = Step(((1, 1), (2, 1)), view)
+    step.hang()
+    step.answer("b", 1, at="d", slow=SLOW)
+    step.answer("b", 2, at="d", slow=SLOW - 1)
+    assert step.judge()[1].keys() == {1, 2}
 
 
 def test_an_owner_that_names_nobody_for_long_loses_it_too() -> None:
@@ -391,6 +466,23 @@ def test_an_owner_that_waits_for_others_is_not_to_blame(at: str) -> None:
         step.answer("b", at=at)
         _, moves = step.judge(LONG_S + 0.1)
         assert moves and step.reassign(moves)[1] == []
+        assert step.stalls.rests("b"), "but it gets none for a while: nobody can tell"
+
+
+def test_an_owner_from_whom_others_took_over_rests_ever_longer() -> None:
+    step, rests = Step(), []
+    for _ in range(2):
+        step.hang()
+        step.reassign(step.judge(ANSWER_S + 0.1)[1])
+        rests.append(0)
+        while step.stalls.rests("b"):
+            step.stalls.on_step(step.now, first=False)
+            rests[-1] += 1
+        step.view = VIEW
+        step.stalls.on_view(VIEW)
+        step.ask()
+    assert rests == [REST, REST * LONGER]
+    assert owners_of(MEMBERS, 4, {"b"}) == (0, 2, 3, 0) and owners_of(MEMBERS, 4, set("abcd")) == (0, 1, 2, 3)
 
 
 def test_several_microbatches_at_once_are_one_strike() -> None:

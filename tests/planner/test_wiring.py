@@ -93,7 +93,9 @@ def test_far_sides_are_wired_apart_which_is_quicker_than_by_measured_times() -> 
     sides = cluster(8, far_Bps=1e6)
     wired = msgspec.structs.replace(given, routes=planned(given, sides))
     by_plan, by_times = (predict(s, sides, np.random.default_rng(0)).step_s for s in (wired, given))
-    assert by_plan < by_times  # replicas that take turns leave little to it; 1.4 and 2.7 times as slow at a third and a tenth of the rate
+    assert (
+        by_plan < by_times
+    )  # replicas that take turns leave little to it; 1.4 and 2.7 times as slow at a third and a tenth of the rate
 
 
 def test_no_more_tensors_go_far_than_must() -> None:
@@ -141,7 +143,9 @@ def decided(wiring: strategy.Wiring, machines: Cluster) -> Plan:
 def test_a_plan_says_how_it_is_wired_and_why() -> None:
     sides = cluster(8, far_Bps=1e6).chosen([0, 2, 1, 3, 4, 6, 5, 7])  # each stage has two machines on either side
     assert decided("stochastic", sides).routes == ()
-    assert decided("best", sides).routes == (), "at most 8 % are to be won: measured times follow what a plan cannot know"
+    assert decided("best", sides).routes == (), (
+        "at most 8 % are to be won: measured times follow what a plan cannot know"
+    )
     best = decided("planned", sides)
     assert len(best.routes) == 8 and "planned wiring: fixed routes are quicker" in best.reason
     stages = list(best.seats.values())

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.sim import run
-from shoal.sim.faults import strangers
+from shoal.sim.faults import lies, strangers
 from shoal.sim.scenarios.catalogue import HOSTILE, SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Outcome, Swarm
@@ -24,6 +24,8 @@ SEEDS: dict[str, int] = {
     "member/mute": 1, "member/frozen": 7, "member/books": 0, "member/gone": 1, "member/overflow": 0,
     "member/sums": 0, "member/norm": 13, "member/digest": 0, "member/withhold": 0,
     "member/busy": 0, "member/missing": 0,
+    "member/waits": 0, "member/unable": 0, "member/nonfinite": 0, "member/refuse": 0, "member/held": 4, "member/coming": 0,
+    "member/idle": 0, "member/far": 0, "member/loss": 0, "member/rate": 0,
     "hole/in": 0, "hole/out": 0,
 }  # fmt: skip
 
@@ -41,7 +43,7 @@ def test_one_who_means_harm_does_what_it_is_to_do_and_no_harm(name: str, seed: i
     assert played(name, seed).struck.keys() == {act}
 
 
-@pytest.mark.parametrize("kind", strangers.CHARGES)
+@pytest.mark.parametrize("kind", lies.CHARGES)
 def test_what_they_complain_of_is_what_a_message_can_say(kind: Literal["faulty", "unreachable", "stale"]) -> None:
     complaint = m.Complaint("p1", "its tensors are not finite", kind)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(complaint), type=m.Complaint) == complaint

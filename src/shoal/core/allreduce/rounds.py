@@ -49,7 +49,7 @@ from shoal.core.replica_state import TEXT, ReplicaState, drop
 
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
 TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
-TELL_BEATS = 24  # but not sooner: a peer may be busy with a long hop before it begins
+TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it begins
 ASKS = 6  # after so many the pause between two does not double any more
 
 
@@ -80,6 +80,7 @@ class Current(msgspec.Struct):
     began: float
     wake: float  # when to ask for what is missing, or to repeat Reduced
     last_new: float  # when a chunk last arrived
+    reported: float = -1.0  # the `last_new` that the leader has learned of
     asks: int = 0  # for what is missing, so far
     sent: set[tuple[Peer, int, bool]] = msgspec.field(
         default_factory=set
@@ -118,7 +119,13 @@ class Rounds:
 
     @property
     def deadline(self) -> float | None:
-        return None if self._current is None else self._current.wake
+        return None if self._current is None else min(self._current.wake, self._report_at(self._current))
+
+    def _report_at(self, current: Current) -> float:
+        """When the leader first learns that nothing new has come for long."""
+        if current.reduced is not None or current.reported == current.last_new:
+            return float("inf")
+        return current.last_new + max(TELL * self._patience_s, TELL_BEATS * self._settings.heartbeat_s)
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
@@ -320,23 +327,16 @@ class Rounds:
                 return self._next_piece(current, now)
             case Gather():
                 self._usual.add(now - current.began)
-                current.reduced = Reduced(
-                    current.message.epoch,
-                    current.message.step,
-                    current.message.round,
-                    done.result.digest,
-                    done.result.norm_sq,
-                )
+                of = current.message
+                current.reduced = Reduced(of.epoch, of.step, of.round, done.result.digest, done.result.norm_sq)
                 current.wake = now + 2 * self._settings.heartbeat_s
                 kept = _sums_for_others(current)
-                return (
-                    _forget(current, tuple(b for c, b in current.piece.sums.items() if c not in kept)) + self._report()
-                )
+                over = tuple(blob for chunk, blob in current.piece.sums.items() if chunk not in kept)
+                return _forget(current, over) + self._report()
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
-            inputs, _ = self._void.pop(failed.id)
-            return drop(inputs)
+            return drop(self._void.pop(failed.id)[0])
         current = self._current
         task = current.tasks.pop(failed.id, None) if current is not None else None
         if current is None or task is None:
@@ -389,7 +389,8 @@ class Rounds:
         peers = current.piece.role.broadcasts[number]
         current.sent |= {(peer, number, True) for peer in peers}
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        chunk = GatherChunk(current.message.epoch, current.message.step, current.message.round, number, to_joiner=True)
+        of = current.message
+        chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
         return sends + [Send(peer, chunk, (blob,)) for peer in current.joiners]
 
     def _go_on(self, current: Current) -> list[Command]:
@@ -422,17 +423,20 @@ class Rounds:
 
     def tick(self, now: float) -> list[Command]:
         current = self._current
-        if current is None or now < current.wake:
+        if current is None or now < min(current.wake, self._report_at(current)):
             return []
         if current.reduced is not None:
             current.wake = now + 2 * self._settings.heartbeat_s
             return self._report()
-        current.asks = min(current.asks + 1, ASKS)
-        current.wake = now + self._patience_s * 2**current.asks
-        missing = _missing(current, self._name)
-        commands: list[Command] = [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
-        long_s = max(TELL * self._patience_s, TELL_BEATS * self._settings.heartbeat_s)
-        if now - current.last_new >= long_s and missing and self._replica.leader is not None:
+        missing, commands = _missing(current, self._name), list[Command]()
+        reports = current.reported == current.last_new or now >= self._report_at(current)
+        if now >= current.wake:
+            current.asks = min(current.asks + 1, ASKS)
+            current.wake = now + self._patience_s * 2**current.asks
+            commands += [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
+        if reports:
+            current.reported = current.last_new
+        if reports and missing and self._replica.leader is not None:
             parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
             of = current.message
             commands.append(Send(self._replica.leader, RoundWaits(of.epoch, of.step, of.round, parts, sums)))
@@ -451,11 +455,8 @@ class Rounds:
         return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
     def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
-        if self._replica.leader is None:
-            return []
-        return [
-            Send(self._replica.leader, RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit))
-        ]
+        failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)
+        return [Send(self._replica.leader, failed)] if self._replica.leader is not None else []
 
     def _part(self, current: Current, chunk: int) -> ReduceChunk:
         return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)

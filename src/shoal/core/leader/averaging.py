@@ -15,7 +15,7 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.messages import Peer, Reduced, Round, RoundFailed, RoundWaits, Settings
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
-PAUSES = 4  # doublings of the pause before a round is tried again
+PAUSES = 2  # doublings of the pause before a round is tried again
 ROUNDS_PER_TERM = 1 << 20  # round numbers are unique without asking: the leader's term, then its own count
 
 

@@ -3,8 +3,10 @@
 A peer that sends the leader what cannot be (books with an index twice) is convicted at once. What only other peers can see needs two
 accusers with different keys. Where only one other peer can see it, one accuser is enough; but a peer that convicts two others alone, or
 accuses several alone, is evicted itself: it cannot receive, or it lies. A replica whose values differ from those of its stage's others
-downloads its state again, and is evicted at the third time. For facts.py, which asks, and rules/removal.py, which evicts; all of this is
-forgotten with the leader, but how often a key was evicted, which is in the View.
+downloads its state again, and is evicted at the third time; at the second where it was one peer's word against another's: they cannot
+go on together, and whoever stays meets a third. Of two words that of the peer with fewer such opponents counts, and whoever has two goes.
+For facts.py, which asks, and rules/removal.py, which evicts; all of this is forgotten with the leader, but how often a key was evicted,
+which is in the View.
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ ACCUSERS = 2  # independent ones, where there can be so many
 ALONE = 3  # peers that one peer accuses and no other does
 AGE = 64  # steps after which it is forgotten whom a peer has accused
 FEW = 2  # peers that one peer may accuse in any case; more only if they are less than a third
-DIFFERS = 3  # times that a replica's values differ before it is evicted
+DIFFERS, TIES = 3, 2  # times that a replica's values differ before it is evicted; from those of one peer alone
 KEPT = 256  # keys that a view remembers
-DOUBLED = 8  # times that a pause doubles
+GROWS, GROWN = (
+    4.0,
+    4,
+)  # a pause grows by this with each eviction, so many times: finding it out again costs the others seconds
+OPPONENTS = 2  # peers that one differs with, each time its word against the other's, before it is evicted
 WORDS = 8  # newest complaints of one accuser that are kept
 
 Verdict = tuple[Peer, str]
@@ -37,6 +43,7 @@ class Dispute(msgspec.Struct, frozen=True):
     why: str
     replicas: dict[str, list[Peer]]
     retry: bool = False
+    likely: str = ""  # the value that is right in a tie, where anything tells
 
 
 class Misfit(msgspec.Struct, frozen=True):
@@ -54,7 +61,9 @@ class Conduct:
         self._accuses: dict[str, set[str]] = {}  # whom each has accused, by key
         self._convicted: dict[str, set[str]] = {}  # by one accuser alone: its key, their keys
         self._differed: Counter[str] = Counter()  # of keys
-        self._doubts: Counter[str] = Counter()  # of keys: in how many disagreements that nobody could settle
+        self._given_up: Counter[str] = Counter()  # rounds, by key
+        self._opponents: dict[str, set[str]] = {}  # of each key: the keys of disputes with it that nobody could settle
+        self.differed_now: set[str] = set()  # keys of those that differed in this step: it is averaged without them
 
     def keep(self, present: Iterable[Peer]) -> None:
         """Forget complaints about and by peers that have left the view."""
@@ -68,9 +77,11 @@ class Conduct:
     def step(self) -> None:
         """A step is committed: its complaints are forgotten. Whom a peer has accused is forgotten after AGE steps."""
         self._accused.clear()
+        self.differed_now.clear()
         self._steps += 1
         if self._steps % AGE == 0:
             self._accuses.clear()
+            self._given_up.clear()
 
     def accuse(self, accuser: Peer, accused: Peer, reason: str, witnesses: int) -> Verdict | None:
         """Whom to evict now and why, if anybody. `witnesses`: how many peers could see what `accused` did."""
@@ -93,33 +104,64 @@ class Conduct:
             return accuser, f"accuses {', '.join(sorted(only))} of what no other peer sees, the last: {reason}"
         return None
 
+    def gives_up(self, peer: Peer) -> int:
+        """It gave up a round and says that nobody is to blame; how often by now."""
+        self._given_up[key_of(peer)] += 1
+        return self._given_up[key_of(peer)]
+
     def alone(self, accuser: Peer, accused: Peer, reason: str) -> Verdict:
-        """Convict on one peer's word: against a second peer it convicts the accuser."""
+        """Convict on one peer's word: against a second peer it convicts the accuser, and where that has been in more disputes."""
         convicted = self._convicted.setdefault(key_of(accuser), set())
         convicted.add(key_of(accused))
         if len(convicted) > 1:
             return accuser, f"is the only one to accuse several peers, the last {accused}: {reason}"
+        worse = self._doubted([accuser]) - self._doubted([accused])
+        self._dispute({key_of(accuser), key_of(accused)})
+        if worse > 0:
+            return accuser, f"is the only one to accuse {accused}, and has differed with more peers before: {reason}"
         return accused, reason
 
-    def right(self, replicas: Mapping[str, list[Peer]], leader: Peer) -> list[Peer]:
-        """Of replicas with different values, listed by value, those taken to be right: the most keys. In a tie: the leader's own, then
-        those that have been in fewer ties, then those listed first."""
+    def right(self, replicas: Mapping[str, list[Peer]], leader: Peer, likely: str = "") -> list[Peer]:
+        """Of replicas with different values, listed by value, those taken to be right: the most keys. In a tie: the `likely` ones, then
+        the leader's own, then those that have been in fewer disputes, then those listed first."""
         size = {value: len({key_of(peer) for peer in peers}) for value, peers in replicas.items()}
         most = max(size.values())
         tied = [value for value, keys in size.items() if keys == most]
-        best = min(tied, key=lambda value: (leader not in replicas[value], self._doubted(replicas[value])))
-        if len(tied) > 1:
-            self._doubts.update(key_of(peer) for value in tied for peer in replicas[value])
+        best = min(tied, key=lambda one: (one != likely, leader not in replicas[one], self._doubted(replicas[one])))
+        for value in tied if len(tied) > 1 else ():
+            others = {key_of(peer) for other in tied if other != value for peer in replicas[other]}
+            for peer in replicas[value]:
+                self._opponents.setdefault(key_of(peer), set()).update(others)
         return replicas[best]
 
-    def differs(self, peer: Peer, reason: str) -> Verdict | None:
-        """Count that it must download its state again; a verdict if that is too often."""
+    def differs(self, peer: Peer, reason: str, tie: bool = False) -> Verdict | None:
+        """Count that it must download its state again; a verdict if that is too often, or it has differed with several, one by one."""
         key = key_of(peer)
+        self.differed_now.add(key)
         self._differed[key] += 1
-        return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= DIFFERS else None
+        if len(self._opponents.get(key, ())) >= OPPONENTS:
+            return peer, f"{reason}, as it has from {len(self._opponents[key])} peers one by one"
+        most = TIES if tie else DIFFERS
+        return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= most else None
+
+    def odd_one(self, joiner: Peer, alone: Peer) -> Verdict | None:
+        """A joiner holds another state than its stage's only member: whom to evict, if it is the member, which has differed with another
+        before, and the joiner with nobody else."""
+        self._dispute({key_of(joiner), key_of(alone)})
+        if len(self._opponents[key_of(alone)]) < OPPONENTS or len(self._opponents[key_of(joiner)]) > 1:
+            return None
+        return (
+            alone,
+            f"says that it holds another state than each of {len(self._opponents[key_of(alone)])} peers that came to its stage",
+        )
+
+    def _dispute(self, keys: set[str]) -> None:
+        """One word against the other, of two keys."""
+        for key in keys:
+            self._opponents.setdefault(key, set()).update(keys - {key})
 
     def _doubted(self, peers: list[Peer]) -> int:
-        return sum(self._doubts[key_of(peer)] for peer in peers)
+        return sum(len(self._opponents.get(key_of(peer), ())) for peer in peers)
 
 
 class Pauses:
@@ -148,7 +190,7 @@ class Pauses:
         if key not in self._since:
             return float("-inf")
         times, since = self._since[key]
-        return since + self._settings.ban_s * 2.0 ** min(times - 1, DOUBLED)
+        return since + self._settings.ban_s * GROWS ** min(times - 1, GROWN)
 
 
 def evicting(before: tuple[Evicted, ...], evicted: Iterable[Peer]) -> tuple[Evicted, ...]:

@@ -44,7 +44,8 @@ from shoal.core.messages import (
 from shoal.core.names import key_of
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
-FAILURES = 8  # rounds of one step that a peer may give up
+FAILURES = 5  # rounds of one step that a peer may give up,
+GIVEN_UP = 3  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
@@ -126,9 +127,8 @@ class Facts:
 
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
-        ledger = self.ledgers.get(step)
         settings = self.settings
-        return ledger if ledger is not None else Ledger(settings.stages, settings.microbatches, settings.tokens)
+        return self.ledgers.get(step) or Ledger(settings.stages, settings.microbatches, settings.tokens)
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""
@@ -146,8 +146,8 @@ class Facts:
 
     def confirmed(self, joiner: Peer) -> bool:
         """That joiner has reported that it holds the view which made it one: before, it accepts nothing that is meant for it."""
-        heartbeat = self.heartbeats.get(joiner)
-        return heartbeat is not None and heartbeat.number >= self.requests.joined_in.get(joiner, 0)
+        held = self.heartbeats.get(joiner)
+        return held is not None and held.number >= self.requests.joined_in.get(joiner, 0)
 
     def holds(self, member: Member, view: View) -> bool:
         """It reports the state of its stage at the step that is trained. `misfit` says whether it is another one than the members'."""
@@ -222,9 +222,8 @@ class Facts:
         self.evidence.conduct.step()
         self.history.on_step(before, now)
         self.load_failed.clear()
-        same = before is not None and before.epoch == view.epoch
-        reports = self.evidence.nonfinite
-        self.evidence.nonfinite = {what: by for what, by in reports.items() if same and what[0] >= view.step}
+        same, evidence = before is not None and before.epoch == view.epoch, self.evidence
+        evidence.nonfinite = {what: by for what, by in evidence.nonfinite.items() if same and what[0] >= view.step}
         self.ledgers = {step: kept for step, kept in self.ledgers.items() if same and step >= view.step}
         if view.last is not None and view.last.save:
             self.saving.begin(view)
@@ -329,8 +328,8 @@ class Facts:
         """Where nobody else that stays serves its stage, what it holds is saved: it may be gone before another peer has it."""
         requests = self.requests
         requests.leaves[peer], requests.leave_at[peer] = message.reason, now
-        stages = {stage for other, stage in self.serving.items() if other not in requests.leaves}
-        requests.save = requests.save or self.serving.get(peer, -1) not in {*stages, -1}
+        stages = {-1} | {stage for other, stage in self.serving.items() if other not in requests.leaves}
+        requests.save |= self.serving.get(peer, -1) not in stages
 
     @property
     def places(self) -> dict[Peer, str]:
@@ -384,9 +383,7 @@ class Facts:
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:
         """Only a report about the step that all go back to now."""
-        view = self.view
-        assert view is not None
-        if (message.epoch, message.step) == (view.epoch, view.step):
+        if self.view is not None and (message.epoch, message.step) == (self.view.epoch, self.view.step):
             self.load_failed[peer] = message
 
     def _on_nonfinite(self, peer: Peer, message: NonFinite) -> None:
@@ -429,7 +426,7 @@ class Facts:
             self.convict(conduct.accuse(peer, culprit, failed.reason, len(group) - 1))
             if failures[peer, culprit] >= SAME and culprit not in self.evidence.guilty:
                 self.convict(conduct.alone(peer, culprit, f"{peer}: {failed.reason}"))
-        elif failures[peer] >= FAILURES:
+        elif max(failures[peer], conduct.gives_up(peer) / GIVEN_UP) >= FAILURES:
             self.convict((peer, f"has given up {failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
 
@@ -439,8 +436,7 @@ class Facts:
         if view is None or asked is None or (answer.epoch, answer.step) != (view.epoch, view.step):
             return
         twice = asked[0]
-        owner = owner_of(view, twice.index)
-        asked_for = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner)
+        asked_for = (answer.index, answer.stage, peer) == (twice.index, twice.stage, owner_of(view, twice.index))
         if asked_for and answer.peer in (twice.one, twice.two):
             liar = twice.two if answer.peer == twice.one else twice.one
             self.convict((liar, f"booked microbatch {twice.index}, whose owner has its gradient from {answer.peer}"))
@@ -479,19 +475,24 @@ class Facts:
     def _on_differing(self, dispute: Dispute) -> None:
         """Those not taken to be right download their state again, and go if they had to too often."""
         evidence = self.evidence
-        right = evidence.conduct.right(dispute.replicas, self.name)
+        right = evidence.conduct.right(dispute.replicas, self.name, dispute.likely)
+        tie = len({key_of(peer) for peers in dispute.replicas.values() for peer in peers}) == 2
         for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
                     (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
-                    self.convict(evidence.conduct.differs(peer, dispute.why))
+                    self.convict(evidence.conduct.differs(peer, dispute.why, tie))
 
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer
-        if peer not in evidence.unfit and peer not in evidence.guilty:
+        others = [other for other, stage in self.serving.items() if stage == member.stage]
+        if peer not in evidence.unfit and not any(one in evidence.guilty for one in (peer, *others)):
+            odd = evidence.conduct.odd_one(peer, others[0]) if len(others) == 1 else None
+            if odd is not None and odd[0] != self.name:
+                return self.convict(odd)
             why = f"came with another state of stage {member.stage} than its replicas have"
             evidence.unfit[peer] = why
-            self.convict(evidence.conduct.differs(peer, why))
+            self.convict(evidence.conduct.differs(peer, why, tie=len(others) == 1))
 
 
 def _work(view: View) -> tuple[int, int, int, bool]:

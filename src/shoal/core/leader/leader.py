@@ -8,6 +8,8 @@ For peer.py.
 
 from __future__ import annotations
 
+from statistics import median
+
 import msgspec
 
 from shoal.core.consensus.register import Register
@@ -17,6 +19,7 @@ from shoal.core.leader.rules import checks, order, rounds
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
 
+SLOWEST = 10.0  # times that a peer may be slower than the median, by its own word, and be waited for
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
 
@@ -198,7 +201,8 @@ class Leader:
             for peer, heartbeat in facts.heartbeats.items()
             if peer in facts.serving and heartbeat.rate > 0.0
         ]
-        commands = evidence.stalls.ask(view, ledger, 1.0 / min(rates) if rates else 0.0, now)
+        slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
+        commands = evidence.stalls.ask(view, ledger, slowest_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
         for verdict in verdicts:
             facts.convict(verdict)

@@ -7,10 +7,14 @@ A step can be averaged when, at every stage, the books of the members are disjoi
 from __future__ import annotations
 
 from collections import Counter
+from statistics import median
 
 import msgspec
 
 from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
+
+MOST_LOSS = 1e6  # of a microbatch, in nats per token: a vocabulary of 2^20 has 14 untrained, and a diverging model's logits some 1e3
+FAR_LOSS = 4.0  # times the median of a step's microbatches
 
 
 class Doubled(msgspec.Struct, frozen=True):
@@ -46,6 +50,9 @@ class Ledger:
         counted = max(booking.counted for booking in books)
         if counted > self.tokens:
             return f"has counted {counted} tokens in a microbatch of {self.tokens}"
+        losses = [booking.loss for booking in books if booking.loss is not None]
+        if losses and not (min(losses) >= 0.0 and max(losses) <= MOST_LOSS):
+            return f"reports losses from {min(losses):g} to {max(losses):g}"
         self.books[peer] = books
         self.booked += len(books) - len(held)
         return ""
@@ -116,9 +123,11 @@ class Ledger:
         return tuple(tuple(group) for group in groups)
 
     def loss(self, last: tuple[Share, ...]) -> float:
-        """Mean loss over the step's microbatches, added in index order. `last`: the last stage's replicas."""
+        """Mean loss over the step's microbatches, added in index order, each counted as at most FAR_LOSS times their median: one replica
+        alone cannot move it far. `last`: the last stage's replicas."""
         losses = {b.index: b.loss for share in last for b in self.books.get(share.peer, ()) if b.loss is not None}
-        return sum(losses[i] for i in sorted(losses)) / len(losses) if losses else float("nan")
+        most = MOST_LOSS if self.tokens else FAR_LOSS * median(losses.values()) if losses else 0.0
+        return sum(min(losses[i], most) for i in sorted(losses)) / len(losses) if losses else float("nan")
 
     def counted(self, last: tuple[Share, ...]) -> int:
         """Tokens of the step whose loss counts, as the last stage's replicas have counted them."""

@@ -38,9 +38,11 @@ def names(members: tuple[Member, ...]) -> set[Peer]:
     return {member.peer for member in members}
 
 
-def owners_of(members: tuple[Member, ...], microbatches: int) -> tuple[int, ...]:
-    """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat."""
-    at = sorted(range(len(members)), key=lambda i: (members[i].seat < 0, members[i].seat, i))
+def owners_of(members: tuple[Member, ...], microbatches: int, rest: Collection[Peer] = ()) -> tuple[int, ...]:
+    """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat. Those that `rest` own
+    nothing, unless all do."""
+    able = [i for i, member in enumerate(members) if member.peer not in rest] or list(range(len(members)))
+    at = sorted(able, key=lambda i: (members[i].seat < 0, members[i].seat, i))
     return tuple(at[i % len(at)] for i in range(microbatches))
 
 

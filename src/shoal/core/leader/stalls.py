@@ -7,7 +7,8 @@ others had to take over again and again, and a server that two owners wait for. 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from math import inf
 
 import msgspec
 
@@ -22,11 +23,20 @@ QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long 
 FLOORS = 2.0  # or of min_request_timeout_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 GAPS = 3.0  # or so many times the longest that this step or the one before has had,
+KNOWN, SHORT = (
+    4,
+    10.0,
+)  # after so many steps: or sooner, after so many times the longest that any of these has had, but not than FLOORS
+TOO_LONG = 4.0  # times as long is too long for any hop, also where its owner knows nothing of that stage and is told that it runs
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
 STRIKES = 3  # times that others had to take over from an owner,
 AGE = 64  # in so many steps
+REST, LONGER = (
+    4,
+    4,
+)  # steps for which an owner gets no microbatches after a takeover, and times as many after each further one
 ASKED = 16  # microbatches that are asked after at a time
 
 
@@ -68,9 +78,20 @@ class Takeovers(msgspec.Struct, frozen=True):
     owners: tuple[Index, ...]
     reasons: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    struck: tuple[Peer, ...]  # owners from whom others took over
+    struck: dict[Peer, int]  # owners from whom others took over; 0: it waited for others, as it says
     cases: tuple[Index, ...]
     given: dict[Index, Peer]
+
+
+class Gaps:
+    """How long it took from one booking to the next."""
+
+    def __init__(self) -> None:
+        self.now_s = self.before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self.longest_s = 0.0  # of this step, its beginning too
+        self.of_steps: deque[float] = deque(maxlen=KNOWN)  # the same of the steps before
+        self.most_s = inf  # for an owner to wait for one peer, however patient it is; where others' hops are measured
+        self.remedied = False  # since the last booking: what the wait for the next one was is no measure
 
 
 class Stalls:
@@ -81,15 +102,19 @@ class Stalls:
         self._cases: dict[Index, Case] = {}
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
-        self._gap_s = self._gap_before_s = 0.0  # the longest between two bookings of this step, and of the one before
+        self._gaps = Gaps()
         self._steps = 0
         self._strikes: Counter[Peer] = Counter()
+        self._rests: dict[Peer, tuple[int, int]] = {}  # takeovers from an owner, and the step from which it owns again
         self._here_from_the_start = False  # this peer has led since the step began
 
     def on_step(self, now: float, first: bool) -> None:
         """A step has begun; `first`: since this peer leads, which may have been in its middle."""
         self._booked, self._grew_at = -1, now
-        self._gap_s, self._gap_before_s = 0.0, self._gap_s
+        if not first:
+            self._gaps.of_steps.append(self._gaps.longest_s)
+        self._gaps.longest_s = 0.0
+        self._gaps.now_s, self._gaps.before_s = 0.0, self._gaps.now_s
         self._steps += 1
         if self._steps % AGE == 0:
             self._strikes.clear()
@@ -122,12 +147,16 @@ class Stalls:
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
         """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
-            if self._grew_at is not None and self._booked >= 0:
-                self._gap_s = max(self._gap_s, now - self._grew_at)
-            self._booked, self._grew_at = ledger.booked, now
+            if self._grew_at is not None and not self._gaps.remedied:
+                self._gaps.longest_s = max(self._gaps.longest_s, now - self._grew_at)
+                self._gaps.now_s = max(self._gaps.now_s, now - self._grew_at) if self._booked >= 0 else self._gaps.now_s
+            self._booked, self._grew_at, self._gaps.remedied = ledger.booked, now, False
             self._cases.clear()
-        usual_s = max(HOPS * slowest_s, GAPS * self._gap_s, GAPS * self._gap_before_s)
-        wait_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        usual_s = max(HOPS * slowest_s, GAPS * self._gaps.now_s, GAPS * self._gaps.before_s)
+        self._gaps.most_s = TOO_LONG * max(self._quiet_s, usual_s) if slowest_s else inf
+        quiet_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        known_s = SHORT * max(self._gaps.of_steps, default=0.0) if len(self._gaps.of_steps) == KNOWN else quiet_s
+        wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
         if now - self._grew_at < wait_s:
             return []
         commands: list[Command] = []
@@ -158,6 +187,13 @@ class Stalls:
             elif isinstance(remedy, Reassign):
                 case.blameless = remedy.blameless
                 moves[index] = remedy.why
+        for index, case in self._cases.items():  # an owner that gets nowhere with one hands over all that hang
+            blamed = next(
+                (one for one in moves if not self._cases[one].blameless and self._cases[one].owner == case.owner), None
+            )
+            if blamed is not None and index not in moves:
+                moves[index] = moves[blamed]
+        self._gaps.remedied |= bool(moves) or any(verdicts)
         return [verdict for verdict in verdicts if verdict is not None], moves
 
     def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
@@ -167,9 +203,11 @@ class Stalls:
         if answer is None:
             return Reassign(f"{case.owner} does not say where {what} is") if asked_long else None
         replicas = {member.peer for member in view.members if member.stage == case.stage}
-        booked = {peer for peer in replicas if any(one.index == index for one in ledger.books.get(peer, ()))}
-        if not answer.peer or answer.peer in booked:
-            return _wait(case, answer, booked, what, long=now - case.at_since > self._quiet_s)
+        if not answer.peer or (answer.peer in replicas and _has(ledger, answer.peer, index)):
+            has = _has(ledger, case.at, index)
+            waited_s = now - case.at_since
+            remedy = _wait(case, answer, has, what, long=waited_s > self._quiet_s)
+            return remedy or (Late() if case.at and waited_s > self._gaps.most_s else None)
         if not asked_long:
             return None
         case.asked_at = now  # its books may lack it once more
@@ -198,12 +236,11 @@ class Stalls:
         verdicts: list[Verdict] = []
         at = {member.peer: number for number, member in enumerate(view.members)}
         turn = [view.members[number].peer for number in owners_of(view.members, len(view.members))]
-        struck: list[Peer] = []
+        struck: dict[Peer, int] = {}
         for index, why in moves.items():
             case = self._cases[index]
-            if case.owner not in struck and not case.blameless:
-                struck.append(case.owner)
-            strikes = self._strikes[case.owner] + (case.owner in struck)
+            struck[case.owner] = max(struck.get(case.owner, 0), not case.blameless)
+            strikes = self._strikes[case.owner] + struck[case.owner]
             had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
             if (strikes >= STRIKES or not able or not self._here_from_the_start) and case.owner != leader:
@@ -212,11 +249,18 @@ class Stalls:
                 given[index] = able[index % len(able)]
                 owners[index] = at[given[index]]
                 reasons.append(f"{given[index]} takes over microbatch {index}: {why}")
-        return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), tuple(struck), tuple(moves), given)
+        return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), struck, tuple(moves), given)
+
+    def rests(self, peer: Peer) -> bool:
+        """It gets no microbatches in the next step: others had to take over what it had."""
+        return self._rests.get(peer, (0, 0))[1] > self._steps
 
     def settle(self, takeovers: Takeovers) -> None:
         """These are decided."""
-        self._strikes.update(takeovers.struck)
+        for owner, strikes in takeovers.struck.items():
+            self._strikes[owner] += strikes
+            times = self._rests.get(owner, (0, 0))[0]
+            self._rests[owner] = times + 1, self._steps + REST * LONGER**times
         for index in takeovers.cases:
             case = self._cases.pop(index)
             had = self._owned_by.setdefault(index, {case.owner})
@@ -224,10 +268,14 @@ class Stalls:
                 had.add(takeovers.given[index])
 
 
-def _wait(case: Case, answer: Booker, booked: set[Peer], what: str, long: bool) -> Remedy | None:
-    """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now."""
-    if case.at in booked and long:
-        return Reassign(f"{case.owner} waits for {what}, which {case.at} has booked and answered", blameless=True)
+def _has(ledger: Ledger, peer: Peer, index: Index) -> bool:
+    return any(one.index == index for one in ledger.books.get(peer, ()))
+
+
+def _wait(case: Case, answer: Booker, has: bool, what: str, long: bool) -> Remedy | None:
+    """The owner waits for `case.at`, as it says, which may be itself or nobody; `long`: for long by now. `has`: its books have it."""
+    if has and long:
+        return Late()  # it does not send what it has booked
     if answer.slow >= SLOW:
         return Reassign(f"{case.owner} gets no answer for {what} from {answer.slow} peers")
     if not long:

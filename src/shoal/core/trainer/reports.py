@@ -35,6 +35,18 @@ class Reports:
         if silent_s:
             self._complain(Complaint(peer, f"has answered nothing for {silent_s:.1f} s", kind="unreachable"))
 
+    def not_served(self, peer: Peer, maker: str, now: float, late: bool) -> None:
+        since_s = self._routes.not_served(peer, maker, now, late)
+        if since_s:
+            self._complain(Complaint(peer, f"has served no hop for {since_s:.1f} s", kind="unreachable"))
+
+    def not_given(self, peer: Peer, by: Peer, now: float) -> None:
+        """It loses its share here, too: what it makes is of no use."""
+        since_s = self._routes.not_given(peer, by, now)
+        if since_s:
+            self._complain(Complaint(peer, f"has given no tensor that it made for {since_s:.1f} s", kind="unreachable"))
+            self.failed(peer, "does not give what it makes", now)
+
     def note_once(self, kind: str, what: str, peer: Peer, text: str) -> None:
         if (what, peer) not in self._told:
             self._told.add((what, peer))

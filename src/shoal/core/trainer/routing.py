@@ -17,7 +17,7 @@ What to send is microbatch.py's business, attempts are trainer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -38,7 +38,7 @@ LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
-MISSES = 3  # unanswered requests before a peer counts as silent
+MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
 
 # Size of the hops that one trainer has requested of each peer, or requests next, and that are not answered.
@@ -67,6 +67,12 @@ class Replica(msgspec.Struct, eq=False):
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
     misses: int = 0  # requests that timed out since its last answer
+    unserved: list[
+        Peer
+    ] = []  # since its last result: who had made what the hops needed that it was late with or could not do; '': nobody
+    unserved_at: float = 0.0  # when the first of those was found
+    withheld: list[Peer] = []  # since a tensor that it made was had: who could not get one
+    withheld_at: float = 0.0
 
 
 class Wiring:
@@ -183,6 +189,9 @@ class Routes:
             self._turns[member.stage].append(member.peer)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
+        for _, replica in self._at.values():  # what one lacked of those may have been their fault
+            for others in (replica.unserved, replica.withheld):
+                others[:] = [peer for peer in others if not peer or peer in stage_of]
         for peer, stage in stage_of.items():
             if peer not in self._at:
                 self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
@@ -294,6 +303,7 @@ class Routes:
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
+        replica.unserved.clear()
         replica.latency.add(seconds / size)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
@@ -351,13 +361,53 @@ class Routes:
             return 0.0
         replica = self._at[peer][1]
         replica.misses += 1
-        # A server sends nothing while it computes: a long task is no silence.
-        most_s = max(2 * self._settings.heartbeat_timeout_s, 2 * BACKWARD_SIZE * self.repeat_s(peer))
+        # Its loop answers a Query and a Cancel while it computes.
         silent_s = now - replica.asked_at if replica.asked_at is not None else 0.0
-        if replica.misses < MISSES or silent_s <= most_s:
+        if replica.misses < MISSES or silent_s <= self._settings.heartbeat_timeout_s:
             return 0.0
         replica.asked_at = now
         return silent_s
+
+    def not_served(self, peer: Peer, maker: str, now: float, late: bool) -> float:
+        """A hop that it was asked for was `late`, or it said that a tensor is missing, which `maker` had made; '': it needs none. Seconds
+        without a result, if it has served none for long, counted anew from now; else 0.0: also where the maker may be at fault."""
+        if peer not in self._at:
+            return 0.0
+        replica = self._at[peer][1]
+        replica.unserved_at = replica.unserved_at if replica.unserved else now
+        replica.unserved.append(maker)
+        # A peer that has become slow still has the time of its longest hop.
+        hop_s = 2 * BACKWARD_SIZE * self.repeat_s(peer) if late else 0.0
+        most_s, since_s = max(self._settings.heartbeat_timeout_s, hop_s), now - replica.unserved_at
+        if since_s <= most_s or not self._several(replica.unserved):
+            return 0.0
+        replica.unserved.clear()
+        return since_s
+
+    def not_given(self, peer: Peer, by: Peer, now: float) -> float:
+        """What it has made could not be had from it, says `by`. Seconds since a tensor of its was had, as above."""
+        if peer not in self._at:
+            return 0.0
+        replica = self._at[peer][1]
+        replica.withheld_at = replica.withheld_at if replica.withheld else now
+        replica.withheld.append(by)
+        since_s = now - replica.withheld_at
+        if since_s <= self._settings.heartbeat_timeout_s or not self._several(replica.withheld):
+            return 0.0
+        replica.withheld.clear()
+        return since_s
+
+    def _several(self, others: list[Peer]) -> bool:
+        """Enough failures, and not all with one other peer, where its stage has more."""
+        stage = self._at[others[0]][0] if others[0] in self._at else -1
+        replicas = sum(at == stage for at, _ in self._at.values())
+        return len(others) >= MISSES and ("" in others or len(set(others)) >= min(2, replicas))
+
+    def given(self, peers: Iterable[Peer]) -> None:
+        """Tensors that these had made were had."""
+        for peer in peers:
+            if peer in self._at:
+                self._at[peer][1].withheld.clear()
 
     def received(self, peer: Peer) -> None:
         if peer in self._at:

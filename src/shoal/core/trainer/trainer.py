@@ -346,6 +346,8 @@ class Trainer:
             return
         self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
         self._owned.window.made(message.nbytes)
+        if asked.stage:
+            self._routes.given(m.x[asked.stage][:1])
         if m.x[asked.stage + 1]:
             return
         m.made(asked, gradient=False)
@@ -361,6 +363,7 @@ class Trainer:
         stage = hop.stage
         if hop.kind is Kind.BACKWARD:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
+            self._routes.given((*m.x[stage][: bool(stage)], *(m.g[stage][:1] if stage < len(m.booked) - 1 else ())))
             m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.booked[stage] = hop.peer
         m.progressed()
@@ -393,6 +396,10 @@ class Trainer:
                 self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
                 self._advance(m, now)
             elif isinstance(message, Missing):
+                for maker in (m.g if message.gradient else m.x)[hop.stage][:1]:  # nobody: it was evicted
+                    self._reports.not_served(hop.peer, maker, now, late=False)
+                    if maker != hop.peer:
+                        self._reports.not_given(maker, hop.peer, now)
                 m.forget_holders(hop.stage, message.gradient)
                 self._retry(m, now)
             else:
@@ -415,6 +422,8 @@ class Trainer:
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
             return
         self._reports.missed(hop.peer, now)
+        for maker in m.x[hop.stage][:1] if hop.stage else ("",):
+            self._reports.not_served(hop.peer, maker, now, late=True)
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
             self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now)

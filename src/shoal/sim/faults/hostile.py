@@ -10,12 +10,16 @@ import msgspec
 Role = Literal["outsider", "joiner", "member", "hole"]
 
 REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
-MASKED = ("mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing")
+REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
+MASKED = (
+    "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
+    "refuse", "held", "coming", "idle", "far", "loss", "rate",
+)  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {
     "outsider": REPEATED,
     "joiner": (*REPEATED, "hollow", "frozen", "books", "digest", "withhold", "busy"),
-    "member": (*REPEATED, *MASKED),
+    "member": (*REPEATED, *REPORTS, *MASKED),
     "hole": ("in", "out"),
 }
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
 
 import msgspec
 
@@ -23,7 +22,8 @@ from shoal.core.consensus.certificates import digest, seal
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
-from shoal.sim.faults.hostile import Hostile
+from shoal.sim.faults.hostile import REPEATED, REPORTS, Hostile
+from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, unasked
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.signatures import sign
@@ -35,12 +35,6 @@ Sent = tuple[m.Message, tuple[Blob, ...]]
 FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one type
 NAG_S = 0.25  # between two messages of those who do one thing again and again
 ABSENT_S = 5.0  # until somebody whose process does not live tries again
-FALSE = "0" * 16  # a digest of nothing
-CHARGES: tuple[Literal["faulty", "unreachable", "stale"], ...] = ("faulty", "unreachable", "faulty", "stale")  # in turn
-ANSWERS = (
-    m.Output, m.Gradient, m.Pending, m.BoundaryTensor, m.Cancelled, m.Busy, m.Refused, m.Missing, m.TensorGone,
-    m.TensorPending, m.Books, m.Offer, m.Chunk,
-)  # fmt: skip
 BY_DRIVER = (
     m.Override,
     m.Ping,
@@ -66,8 +60,10 @@ class Strangers:
         self.proposed: dict[int, list[m.View]] = {}  # by leaders, under their number
         self._views: dict[int, m.View] = {}
         self._loops: dict[str, Callable[[Hostile, m.Peer], Iterator[tuple[m.Peer, m.Message]]]] = {
-            "fuzz": self._fuzz, "coup": self._coup, "complain": self._complain, "culprit": self._culprit, "saved": self._saved,
-        }  # fmt: skip
+            "fuzz": self._fuzz,
+            "coup": self._coup,
+            **{act: partial(self._unasked, act) for act in (*REPEATED[2:], *REPORTS)},
+        }
 
     # ------------------------------------------------------------------------------------------------------- life
 
@@ -171,23 +167,11 @@ class Strangers:
             self.context.note(f"{name:6} attacks {to} with {attack!r:.150}")
         yield to, attack
 
-    def _complain(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
-        about = self._someone()
-        yield self._leader(), m.Complaint(about, "its tensors are not finite", self.rng.choice(CHARGES))
-
-    def _culprit(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
-        view = self._view()
-        answer = m.RoundFailed(
-            view.epoch, view.step, self.context.watch.rounds.newest, "its part is not finite", self._someone()
-        )
-        yield self._leader(), answer
-
-    def _saved(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
-        view = self._view()
-        stage = self.rng.choice((0, self.context.settings.stages, 4095))
-        for step in (view.saved, view.step):
-            yield self._leader(), m.Saved(view.epoch, step, stage, record='{"step": -1}')
-        yield self._leader(), m.Published(view.epoch, 2**53, "checkpoints/step-9007199254740992")
+    def _unasked(self, act: str, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
+        rounds, stages = self.context.watch.rounds.newest, self.context.settings.stages
+        situation = Situation(self._view(), rounds, stages, self._someone())
+        for message in unasked(act, situation, self.rng):
+            yield self._leader(), message
 
     # ------------------------------------------------------------------------------------------------------ what follows
 
@@ -285,13 +269,8 @@ class HostileMask:
 
     def __init__(self, strangers: Strangers, one: Hostile, node: Node) -> None:
         self.strangers, self.one, self.node = strangers, one, node
-        self._frozen: m.Heartbeat | None = None
-        self._books = strangers.rng.choice(("impossible", "twice", "all"))
-        self._changes: dict[str, Callable[[m.Message, tuple[Blob, ...]], Sent | None]] = {
-            "mute": self._mute, "frozen": self._freeze, "hollow": self._hollow, "books": self._book, "gone": self._gone,
-            "overflow": self._overflow, "sums": self._sums, "norm": self._norm, "digest": self._digest, "withhold": self._withhold,
-            "busy": self._busy, "missing": self._missing,
-        }  # fmt: skip
+        books = strangers.rng.choice(BOOKS)
+        self._lies = Lies[Blob](node.name, strangers.context.settings, strangers._view, _heavy, books)
 
     def sends(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """What leaves instead; None: nothing."""
@@ -300,87 +279,19 @@ class HostileMask:
             return message, values
         sent: Sent | None = message, values
         for act in self.one.acts:
-            if sent is not None and act in self._changes:
+            if sent is not None:
                 before = sent
-                sent = self._changes[act](*before)
+                sent = self._lies.sends(act, *before)
                 if sent != before:
                     strangers.context.count(act)
         return sent
 
-    def _mute(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return None if isinstance(message, m.ReduceChunk | m.GatherChunk) else (message, values)
 
-    def _freeze(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.Heartbeat):
-            self._frozen = self._frozen or message
-            return self._frozen, ()
-        return message, values
-
-    def _hollow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.StateRequest | m.ChunkRequest):
-            return None
-        if isinstance(message, m.Heartbeat) and not message.ready:
-            view = self.strangers._view()
-            stage = next((one.stage for one in view.members + view.joining if one.peer == self.node.name), 0)
-            changed = msgspec.structs.replace(
-                message, ready=True, step=view.step, epoch=view.epoch, work=view.work, stage=stage, number=view.number
-            )
-            return changed, ()
-        return message, values
-
-    def _book(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if not isinstance(message, m.Heartbeat):
-            return message, values
-        most = self.strangers.context.settings.microbatches
-        books = {
-            "impossible": (*message.books, m.Booking(most, 1.0), m.Booking(2**20 - 1, 1e308)),
-            "twice": message.books * 2,
-            "all": tuple(m.Booking(index, 1.0) for index in range(most)),
-        }[self._books]
-        return msgspec.structs.replace(message, books=books), ()
-
-    def _gone(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        if isinstance(message, m.BoundaryTensor | m.TensorPending):
-            return m.TensorGone(message.epoch, message.step, message.index, message.stage, message.gradient), ()
-        return message, values
-
-    def _overflow(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        """Finite, and so large that whatever is made of it is not."""
-        if isinstance(message, m.ReduceChunk):
-            return message, tuple((*value[:4], (*value[4], HUGE)) for value in values if value is not BAD)
-        if isinstance(message, m.BoundaryTensor | m.Output | m.Gradient | m.Forward | m.Backward):
-            return message, tuple((*value[:4], HUGE[0]) for value in values if value is not BAD)
-        return message, values
-
-    def _sums(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return (msgspec.structs.replace(message, digest=FALSE) if isinstance(message, m.Reduced) else message), values
-
-    def _norm(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return (msgspec.structs.replace(message, norm_sq=1e150) if isinstance(message, m.Reduced) else message), values
-
-    def _digest(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return (msgspec.structs.replace(message, digest=FALSE) if isinstance(message, m.Heartbeat) else message), values
-
-    def _withhold(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        return None if isinstance(message, ANSWERS) else (message, values)
-
-    def _busy(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        """Whatever was asked is to wait for ever."""
-        if isinstance(message, m.Output | m.Gradient | m.Pending):
-            backward = isinstance(message, m.Gradient)
-            answer = m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
-            return answer, ()
-        return message, values
-
-    def _missing(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
-        """Whatever was asked could not be done, and is done again elsewhere."""
-        if isinstance(message, m.Output | m.Gradient):
-            backward = isinstance(message, m.Gradient)
-            answer = m.Missing(
-                message.epoch, message.step, message.index, message.stage, message.attempt, backward, False
-            )
-            return answer, ()
-        return message, values
+def _heavy(message: m.Message, value: Blob) -> Blob:
+    """Finite, and whatever is made of it is not."""
+    if value is BAD:
+        return value
+    return (*value[:4], (*value[4], HUGE) if isinstance(message, m.ReduceChunk) else HUGE[0])
 
 
 def coups(facts: edges.Facts) -> Iterator[m.Message]:

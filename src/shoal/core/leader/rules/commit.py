@@ -23,6 +23,7 @@ from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
 
+FAR = 1e4  # by which a stage's squared norm may differ from that of the step before and still be likely
 NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
 
 
@@ -40,8 +41,18 @@ def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterab
             return (Dispute(f"its sums differ from its stage {stage}'s others", by_digest, retry=True),)
         by_norm = by_norm_of(current, peers)
         if len(by_norm) > 1:
-            return (Dispute(f"its norm of the same sums differs from its stage {stage}'s others", by_norm, retry=True),)
+            why = f"its norm of the same sums differs from its stage {stage}'s others"
+            return (Dispute(why, by_norm, retry=True, likely=_likely(by_norm, stage, facts)),)
     return ()
+
+
+def _likely(by_norm: dict[str, list[Peer]], stage: int, facts: Facts) -> str:
+    """The norm that is next to the stage's last one, where only that is within FAR of it; '' if that tells nothing."""
+    norms = facts.history.norms
+    if stage >= len(norms) or norms[stage] <= 0.0:
+        return ""
+    near = [norm for norm in by_norm if 1.0 / FAR <= float(norm) / norms[stage] <= FAR]
+    return near[0] if len(near) == 1 else ""
 
 
 def by_norm_of(current: OpenRound, peers: list[Peer]) -> dict[str, list[Peer]]:
@@ -105,7 +116,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=_owners(view, members, settings),
+        owners=_owners(view, members, facts, settings),
         phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
@@ -125,11 +136,12 @@ def _moves(
     return rebalance(before_the_next_step(members, joining, view, facts, settings, now))
 
 
-def _owners(view: View, members: tuple[Member, ...], settings: Settings) -> tuple[int, ...]:
+def _owners(view: View, members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[int, ...]:
     """Of the next step's microbatches; with delayed updates they have begun."""
     if view.ahead:
         return inherit(view, members, ())
-    return owners_of(members, settings.microbatches) if view.step + 1 < settings.steps else ()
+    rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
+    return owners_of(members, settings.microbatches, rest) if view.step + 1 < settings.steps else ()
 
 
 def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:

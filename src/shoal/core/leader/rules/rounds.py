@@ -7,7 +7,8 @@ import msgspec
 from shoal.core.leader.evictions import Misfit, Verdict
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import Doubled
-from shoal.core.messages import Peer, Settings, Share, View
+from shoal.core.messages import Member, Peer, Settings, Share, View
+from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
 NEAR_BEATS = 8  # that steps wait for a joiner that is near, in all
@@ -46,8 +47,9 @@ def misfits(view: View, facts: Facts) -> list[Misfit]:
 
 def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> Opening | None:
     """The next round; None while it waits for joiners that are near. `complete_s`: how long the books have been complete."""
-    ready = tuple(member for member in view.joining if facts.ready(member, view))
-    near = tuple(one.peer for one in view.joining if one not in ready and facts.near(one, view))
+    alike = _alike(view, facts)
+    ready = tuple(one for one in alike if facts.ready(one, view))
+    near = tuple(one.peer for one in alike if one not in ready and facts.near(one, view))
     waited_s = facts.history.waited_s
     if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.heartbeat_s for peer in near):
         return None
@@ -57,6 +59,11 @@ def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> 
         joiners=tuple(tuple(one.peer for one in joiners if one.stage == stage) for stage in range(settings.stages)),
         waited_for=near,
     )
+
+
+def _alike(view: View, facts: Facts) -> list[Member]:
+    """Joiners but those that differed from their stage in this step: they come in with the next one."""
+    return [one for one in view.joining if key_of(one.peer) not in facts.evidence.conduct.differed_now]
 
 
 def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> DoubleBooking | None:
