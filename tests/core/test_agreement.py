@@ -147,6 +147,23 @@ def test_a_peer_whose_term_ran_ahead_alone_comes_back_to_the_leader_it_can_see()
     assert register.leader is None and commands == [Send("a", Accept(term=3, number=0))], "c may lead by that vote"
 
 
+def test_a_vote_stands_when_its_term_is_returned_to() -> None:
+    register = a_follower().register
+    register.on_message("c", VoteRequest(3, 9, 9), 40.0)
+    register.election.campaign(80.0)
+    register.on_message("c", Lead(3, 2, 1, digest(FIRST), votes=(Signed("b"), Signed("c"))), 80.1)
+    assert (register.term, register.leader) == (3, "c")
+    commands = register.on_message("a", VoteRequest(3, 9, 9), 120.0)
+    votes = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, Vote)]
+    assert votes and not any(vote.granted for vote in votes), "it would have voted twice in term 3"
+
+
+def test_a_leader_that_stands_down_for_a_term_does_not_lead_it() -> None:
+    register = a_leader()
+    commands = [register.on_message(name, Accept(3, 0), 10.0) for name in ("b", "c")]
+    assert not register.leading and register.term == 3 and commands == [[], []]
+
+
 def test_a_leader_is_followed_only_with_the_votes_of_a_majority_of_the_view_that_i_hold() -> None:
     for votes, followed in (((), False), (("c",), False), (("c", "x"), False), (("c", "b"), True)):
         register = a_follower().register

@@ -352,6 +352,11 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
     pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
 
 
+@pytest.mark.parametrize(("scenario", "seed"), [(STORM, 2), (STORM, 54), (ROUNDS, 0), (ROUNDS, 21)])
+def test_a_leader_that_stands_down_for_a_term_does_not_lead_it(scenario: Scenario, seed: int) -> None:
+    assert not Swarm(a_case(scenario, seed)).run().violations
+
+
 def a_case(scenario: Scenario, seed: int) -> Case:
     """All of the scenario's faults at once, to the limit, and averaging so slow that they meet it."""
     case = draw(scenario, seed)

@@ -82,6 +82,9 @@ class Election:
         self._pledged = (
             0  # highest term in which this peer voted for another or accepted a proposal: it never returns below
         )
+        self._cast: tuple[int, Peer] | None = (
+            None  # the last vote for another, which stands when the term returns to it
+        )
 
     @property
     def leading(self) -> bool:
@@ -169,7 +172,7 @@ class Election:
         """A peer that does not lead has one vote in a term."""
         if self.leading or self.voted not in (None, peer):
             return Vote(term=self.term, granted=False)
-        self.voted, self._pledged = peer, self.term
+        self.voted, self._pledged, self._cast = peer, self.term, (self.term, peer)
         self.rearm(now)
         return Vote(term=self.term, granted=True, by=Signed(self._name))
 
@@ -186,7 +189,7 @@ class Election:
                 return False
             self.proven = term, peer
         if term != self.term:
-            self.term, self.voted = term, None
+            self.term, self.voted = term, self._cast[1] if self._cast is not None and self._cast[0] == term else None
         self.role, self.leader, self.heard_leader_at = ElectionRole.FOLLOWER, peer, now
         self.rearm(now)
         return True

@@ -75,6 +75,7 @@ class Replication:
         if message.by is None:
             if message.term > self._election.term:
                 self._election.claimed(peer, message.term, now)
+                return []  # this peer may lead no more, and its votes are of the term before
             return self._prove(peer) if message.term == self._election.term else []
         if message.term != self._election.term or message.by.peer != peer:
             return []

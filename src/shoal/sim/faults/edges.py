@@ -275,9 +275,9 @@ _SCALARS: dict[type[types.Type], Callable[[Any, Any, Facts], Edges]] = {
 def _tuples(name: str, of: types.VarTupleType, value: Any, facts: Facts, depth: int) -> Edges:
     most = of.max_length if of.max_length is not None else LONG
     item = value[0] if value else _value(name, of.item_type, facts)
-    if value:
+    if value and not of.min_length:
         yield " = ()", ()
-    else:
+    elif not value:
         yield " of one", (item,)
     if most > 1:
         yield " twice the same", (item, item)
