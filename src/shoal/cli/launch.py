@@ -20,7 +20,7 @@ from shoal.launcher.pools import notice
 from shoal.launcher.pools.founder import Founder
 from shoal.launcher.pools.pool import Keeper, Peers, Pool
 
-POOLS = ("local", "ssh", "slurm", "ray")
+POOLS = ("local", "ssh", "slurm")
 RUN_CHARS = 12  # of a run's id, in names of files, jobs and actors
 FOUNDERS = ("network.host", "network.port", "run.dir")  # settings that are this machine's alone
 
@@ -46,8 +46,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sbatch", default="", metavar="OPTIONS", help="slurm: more of sbatch's, such as '-p spot -G 1'"
     )
-    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="ray: cores for each peer (1)")
-    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="ray: GPUs for each peer (0)")
     parser.add_argument(
         "--notice", choices=notice.CLOUDS, default="", help="leave when this cloud says that it takes the machine away"
     )
@@ -137,12 +135,6 @@ def _pool(args: argparse.Namespace, peers: Peers, hosts: Sequence[str]) -> Pool:
             from shoal.launcher.pools.slurm import SlurmPool
 
             return SlurmPool(peers, shlex.split(args.sbatch))
-        case "ray":
-            try:
-                from shoal.launcher.pools.ray_actors import RayPool
-            except ImportError:
-                raise ValueError("shoal launch ray needs Ray: pip install 'shoal[ray]'") from None
-            return RayPool(peers, args.cpus, args.gpus)
     from shoal.launcher.pools.local import LocalPool
 
     return LocalPool(peers)

@@ -106,8 +106,10 @@ class Launcher:
         if self.watch.finished:  # by an earlier session
             return self._end()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                asyncio.get_running_loop().add_signal_handler(number, self.interrupt)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGHUP):
+                loop.add_signal_handler(number, self.interrupt)
+            loop.add_signal_handler(signal.SIGTERM, self._terminate)
         with self.job.view as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -408,6 +410,11 @@ class Launcher:
             self.end("interrupted")
         else:
             self._give_up("interrupted")
+
+    def _terminate(self) -> None:
+        """Slurm sends SIGTERM to every process of a job, and so does the peer's keeper: a second one is not somebody's impatience."""
+        if not self.interrupted:
+            self.interrupt()
 
     async def _limit(self) -> None:
         if self.job.time_s is None:

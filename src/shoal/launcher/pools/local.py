@@ -6,6 +6,7 @@ another one in its place does not leave two.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -36,14 +37,21 @@ class LocalPool:
     def start(self, number: int) -> None:
         directory = Path(self._peers.directory(number))
         directory.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{directory}.lock", "a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the new process ends, which inherits it
+        except BlockingIOError:
+            lock.close()
+            raise ValueError("the one before it is still leaving") from None
         remove_old(directory)
         command = (*self._peers.shoal, "join", "-", f"run.dir={directory}", *self._peers.words)
-        with open(self._log(number), "ab") as log:
+        with lock, open(self._log(number), "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "shoal.launcher.pools.local", str(os.getpid()), *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                pass_fds=(lock.fileno(),),
                 process_group=0,  # a signal reaches the launcher alone, which passes it on once
             )
         self._processes[number] = process

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.exit_codes import ExitCode
 from shoal.launcher.pools.pool import Peers, States
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
@@ -46,9 +47,7 @@ class SlurmPool:
             title, _, number = name.rpartition("-")
             if title != self._peers.title or states.get(int(number), 0) is None:
                 continue
-            states[int(number)] = int(code.partition(":")[0]) if state in ENDED else None
-            if state in ENDED - {"COMPLETED"} and not states[int(number)]:
-                states[int(number)] = 1
+            states[int(number)] = _exit_code(state, int(code)) if state in ENDED else None
             self._jobs[int(number)] = int(job), state
         return states
 
@@ -76,6 +75,11 @@ class SlurmPool:
 
     def log(self, number: int) -> str:
         return f"{self._peers.directory(number)}.log"
+
+
+def _exit_code(state: str, status: int) -> int:
+    """`status` is that of wait(2); 0 in a job that was ended from outside."""
+    return 0 if state == "COMPLETED" else os.waitstatus_to_exitcode(status) or ExitCode.FAILED
 
 
 def _call(*words: str, given: str = "") -> str:
