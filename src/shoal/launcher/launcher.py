@@ -91,11 +91,10 @@ class Launcher:
 
     def _config_of(self, number: int) -> Config:
         """Of the local peer with that number, from 0."""
-        if self.job.plan is not None:
-            config = plan_settings.of_seat(self.config, self.job.plan, number, self.job.cluster)
-        else:
-            config = reach.private(self.config, self.job.here) if self.authority is not None else self.config
-        return reach.founding(config, self.directory, number, self._warn) if self.authority is not None else config
+        plan, guest = self.job.plan, self.authority is None
+        config = self.config if plan is None else plan_settings.of_seat(self.config, plan, number, self.job.cluster)
+        config = config if guest or plan is not None else reach.private(config, self.job.here)
+        return config if guest else reach.founding(config, self.directory, number, self._warn)
 
     def _warn(self, text: str) -> None:
         self.watch.tell("trouble", text, time.monotonic())
@@ -425,14 +424,8 @@ class Launcher:
 
     def _unsaved_step(self) -> int:
         """The step whose parameters are nowhere but here; 0 where there is none, or where others go on and save it."""
-        view = self.watch.books.view
-        if (
-            view is None
-            or self.authority is None
-            or not self.watch.started
-            or self.watch.finished
-            or self.watch.elsewhere()
-        ):
+        view, watch = self.watch.books.view, self.watch
+        if view is None or self.authority is None or not watch.started or watch.finished or watch.elsewhere():
             return 0
         return view.step if view.step > self.watch.saved else 0
 
