@@ -23,7 +23,7 @@ from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
 from shoal.config.sections.train import FLOAT16, NO_FLOAT16
 from shoal.config.tree import Config, problems, to_tree
-from shoal.escaping import Faults
+from shoal.escaping import UNDECODABLE, Faults
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -36,7 +36,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
             )
         try:
             tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, *UNDECODABLE) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         return from_tree(overridden(tree, overrides))
