@@ -62,7 +62,8 @@ def explored(name: str, folder: Path, seconds: int) -> bool:
         print(f", mistake in {kept.relative_to(CORPUS.parent)}", end="")
     print(flush=True)
     if done.returncode:
-        print("\n".join(done.stderr.splitlines()[-40:]), file=sys.stderr)
+        words = [line for line in done.stderr.splitlines() if not line.startswith("#")]
+        print("\n".join(words[-30:]), file=sys.stderr)
     return not mistakes and done.returncode == 0
 
 

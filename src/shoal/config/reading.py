@@ -9,7 +9,6 @@ its owner: whether a model can be cut by model/stages.py, whether a data set is 
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,8 +127,8 @@ def _value(key: Key, value: Any) -> Any:
         if isinstance(key.kind, inspect.IntType) and value.is_integer():
             value = int(value)
     for where, number, kind in describe.out_of_bounds(key.kind, value, key.path):
-        if not math.isfinite(number):
-            raise ValueError(f"{where} = {number} is not a finite number")
+        if not describe.finite(number):
+            raise ValueError(f"{where} = {str(number)[:20]} is not a finite number")
         if isinstance(kind, inspect.FloatType) or isinstance(number, int):
             raise ValueError(f"{where} = {number} is out of range; try {describe.bounds(kind, key.name)}")
     try:

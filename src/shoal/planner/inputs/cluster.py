@@ -209,7 +209,17 @@ def read_matrices(path: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
         raise ValueError(f"{path} is not a file of matrices; name an .npz, or one that comes along: {known}")
     try:
         return _stored(path)
-    except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, *UNDECODABLE) as error:
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+        *UNDECODABLE,
+    ) as error:
         raise ValueError(f"{path} is no file of matrices: {error}") from None
 
 
