@@ -26,7 +26,7 @@ from shoal.transport.identity.passes import NotWelcome
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
 MAX_ADDRESSES = 16  # of one peer
-RELAY = "/relay/"  # begins the name of a relay, /relay/HOST/PORT
+RELAY = "/relay/"  # begins the name of a relay, /relay/HOST/PORT/KEY
 MAX_RECORDS = 2048  # a View has 1,000 peers; an ordinary record has 450 bytes
 MAX_RECORDS_BYTES = 2 << 20  # half of what hivemind puts into a message
 KEY_RECORDS = 4  # names of one key: each start of a peer is another
