@@ -196,7 +196,9 @@ async def circuit(caller: Host, target: Host, at: Host) -> tuple[socket.socket, 
     sock.setblocking(False)
     await loop.sock_sendall(sock, relay.CALL)
     nonce = await asyncio.wait_for(loop.sock_recv(sock, relay.NONCE_BYTES), 60)
-    await loop.sock_sendall(sock, relay.request(caller.identity, caller.membership, at.identity.key_id, nonce, target.name))
+    await loop.sock_sendall(
+        sock, relay.request(caller.identity, caller.membership, at.identity.key_id, nonce, target.name)
+    )
     return sock, await asyncio.wait_for(loop.sock_recv(sock, 1), 60)
 
 

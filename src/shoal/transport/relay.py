@@ -87,7 +87,7 @@ class RelayRoute(msgspec.Struct, frozen=True):
 
 def route(text: str) -> RelayRoute | None:
     """A relay as a record names it; None: it is no usable one."""
-    host, port, key = (text.removeprefix(RELAY).split("/") + ["", ""])[:3]
+    host, port, key = [*text.removeprefix(RELAY).split("/"), "", ""][:3]
     try:
         ipaddress.ip_address(host)
         return RelayRoute(host, int(port), key) if 0 < int(port) < 2**16 and key else None

@@ -24,7 +24,8 @@ from shoal.transport.identity.invite import Membership
 from shoal.transport.relay import RelayRoute, Relays
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import Detached, Opening, tuned
-from shoal.transport.streams.engine import Channel, Connection, PlainStream, Steps, WaitFor
+from shoal.transport.streams.channel import Channel, PlainStream
+from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
