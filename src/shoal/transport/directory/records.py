@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
+from shoal.transport.addresses import hosts, usable_elsewhere
 from shoal.transport.budget import Allowance, Budget, Budgets
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.identity.invite import Membership
@@ -67,6 +68,17 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     @property
     def relays(self) -> tuple[str, ...]:
         return tuple(each for each in self.addresses if each.startswith(RELAY))
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Bootstrap addresses by which a newcomer finds the run through this peer; none of a peer that waits at relays."""
+        if self.relays:
+            return ()
+        if self.directory_port:
+            return tuple(f"{host}:{self.directory_port}" for host in self.hosts if usable_elsewhere(host))
+        return tuple(
+            each for each in self.multiaddrs if "/p2p-circuit" not in each and any(map(usable_elsewhere, hosts([each])))
+        )
 
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
