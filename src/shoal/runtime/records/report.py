@@ -28,10 +28,11 @@ class Listening(ReportLine, frozen=True):
 
 
 class Located(ReportLine, frozen=True):
-    """Another peer is reached at this host."""
+    """Another peer is reached at this host; a joiner finds the run through `addresses`, too."""
 
     peer: Peer
     host: str
+    addresses: tuple[str, ...] = ()
 
 
 class Agreed(ReportLine, frozen=True):
