@@ -131,6 +131,14 @@ def _no_text(file: Path, corpus: Corpus, settings: Data) -> str:
 
 def model(config: Config) -> Iterator[str]:
     """Is model.path a directory with a configuration and whole weights, or model.factory a module that peers can import?"""
+    faults = list(shape(config))
+    yield from faults
+    if config.model.path and not faults:
+        yield from _weights(Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}")
+
+
+def shape(config: Config) -> Iterator[str]:
+    """`model` without the weights, which a plan or a forecast does not read."""
     if config.model.factory:
         yield from _located(config.model.factory, "model.factory")
     if not config.model.path:
@@ -141,13 +149,12 @@ def model(config: Config) -> Iterator[str]:
         yield f"{where} {what}; it must be a local Hugging Face model directory"
         return
     try:
-        shape = problem.shape(config)
-        if 0 < shape.layers < config.run.stages:
-            yield f"run.stages = {config.run.stages} is more than the {shape.layers} blocks of {where}; try {shape.layers} or fewer"
+        layers = problem.shape(config).layers
+        if 0 < layers < config.run.stages:
+            yield f"run.stages = {config.run.stages} is more than the {layers} blocks of {where}; try {layers} or fewer"
     except (ValueError, OSError) as error:
         if "its family's shape is not known here" not in str(error):
             yield describe(error)
-    yield from _weights(place, where)
 
 
 def _weights(place: Path, where: str) -> Iterator[str]:
