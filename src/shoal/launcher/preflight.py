@@ -20,9 +20,10 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from shoal import importing
-from shoal.config import Config, Device
+from shoal.config import Config, Device, Tune
 from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
@@ -204,12 +205,7 @@ def adapter(config: Config) -> Iterator[str]:
     if kind != "LORA":
         yield f"{where} is an adapter of the kind {kind}; LORA is read"
         return
-    for ours, (theirs, value) in _OF_ADAPTER.items():
-        if (there := stored.get(theirs, value)) != getattr(tune, ours):
-            yield f"{where} has {theirs} = {there!r}, and tune.{ours} = {getattr(tune, ours)!r}; set tune.{ours}={json.dumps(there)}"
-    for name, value in sorted(stored.items()):
-        if value and name not in _READ and value != "none":
-            yield f"{where} has {name} = {value!r}, which is not trained here; merge that adapter into the model and begin a new one"
+    yield from _unlike(stored, tune, where)
     base, here = Path(stored.get("base_model_name_or_path") or "nowhere"), Path(config.model.path).expanduser()
     if base.is_dir() and (ends := _ends(base)) and ends != _ends(here):
         yield f"{where} was trained beside the model in {base}, and the weights in model.path = {config.model.path!r} are others"
@@ -218,6 +214,16 @@ def adapter(config: Config) -> Iterator[str]:
             yield f"{place / ADAPTER} {wrong}; copy the directory again"
     except OSError:
         yield f"{where} has no {ADAPTER}: pickled weights are not read, and a checkpoint of a run is exported first (`shoal export`)"
+
+
+def _unlike(stored: dict[str, Any], tune: Tune, where: str) -> Iterator[str]:
+    """What a LoRA adapter's configuration says that these settings do not."""
+    for ours, (theirs, value) in _OF_ADAPTER.items():
+        if (there := stored.get(theirs, value)) != getattr(tune, ours):
+            yield f"{where} has {theirs} = {there!r}, and tune.{ours} = {getattr(tune, ours)!r}; set tune.{ours}={json.dumps(there)}"
+    for name, value in sorted(stored.items()):
+        if value and name not in _READ and value != "none":
+            yield f"{where} has {name} = {value!r}, which is not trained here; merge that adapter into the model and begin a new one"
 
 
 def _ends(model: Path) -> list[bytes]:
