@@ -59,7 +59,7 @@ MACHINE = frozenset(
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 CODE = ("data.factory", "model.factory")  # functions in an invite: only ever given on the guest's own command line
-FILES = ("data.path", "data.tokenizer", "model.path", *CODE)
+FILES = ("data.path", "data.tokenizer", "model.path", "tune.adapter", *CODE)
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
@@ -395,6 +395,7 @@ _MEANS = {
     "data.path": "to read data",
     "data.tokenizer": "to load a tokenizer",
     "model.path": "to read a model",
+    "tune.adapter": "to read an adapter",
     "data.factory": "to import and run a Python module",
     "model.factory": "to import and run a Python module",
     PLACE: "to write and delete checkpoints",
@@ -403,6 +404,7 @@ _SUCH = {
     "data.path": "PATH",
     "data.tokenizer": "NAME-OR-DIRECTORY",
     "model.path": "DIRECTORY",
+    "tune.adapter": "DIRECTORY",
     PLACE: "URL",
 } | dict.fromkeys(CODE, "MODULE:FUNCTION")
 
