@@ -35,6 +35,7 @@ RUN = frozenset(
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
     data.source data.format data.field data.packing data.weights data.wrong_rows data.split data.sequence data.digest data.document_end
+    eval.every eval.samples
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
@@ -59,7 +60,8 @@ MACHINE = frozenset(
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 CODE = ("data.factory", "model.factory")  # functions in an invite: only ever given on the guest's own command line
-FILES = ("data.path", "data.tokenizer", "model.path", "tune.adapter", *CODE)
+FILES = ("data.path", "eval.path", "data.tokenizer", "model.path", "tune.adapter", *CODE)
+TEXTS = ("data.path", "eval.path")  # files or patterns of files
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
@@ -139,13 +141,13 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
     requested = {field: name for field, name in names.items() if name and field not in unused}
     for field, place in _look_up(requested, source, files).items():
         _set_field(tree, field, place)
-        if field == "data.path" and files is not None:
+        if field in TEXTS and files is not None:
             _set_field(tree, "data.root", str(files.resolve()))
     if (
         not reads
     ):  # names stay as in the invite, for display: config/sections/data.py refuses a text source without a path
         return config
-    if source != "python" and not config.data.digest:
+    if (source != "python" or config.eval.path) and not config.data.digest:
         raise ValueError(
             f"this invite does not say what the run's data is (data.digest), and the run reads data.source = {source!r};"
             " without it any file could be requested. Ask for an invite made by `shoal invite`"
@@ -357,7 +359,7 @@ def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> d
             missing.append((field, name, online))
             continue
         place = below(files, name, field)
-        if field == "data.path":
+        if field in TEXTS:
             places[field] = name  # a file, a directory or a pattern: found, and checked again, when it is read
             continue
         if not place.is_dir():
@@ -393,6 +395,7 @@ def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path |
 
 _MEANS = {
     "data.path": "to read data",
+    "eval.path": "to read held-out data",
     "data.tokenizer": "to load a tokenizer",
     "model.path": "to read a model",
     "tune.adapter": "to read an adapter",
@@ -402,6 +405,7 @@ _MEANS = {
 }
 _SUCH = {
     "data.path": "PATH",
+    "eval.path": "PATH",
     "data.tokenizer": "NAME-OR-DIRECTORY",
     "model.path": "DIRECTORY",
     "tune.adapter": "DIRECTORY",

@@ -15,7 +15,7 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.executor.serving import Chain
 from shoal.model import stages
-from shoal.runtime.data.heldout import open_held_out
+from shoal.runtime.data.dataset import open_held_out
 from shoal.runtime.data.tokenizer import encode_document, open_tokenizer
 
 TEXT = "def add(a, b):\n    return a + b\n" * 9

@@ -20,6 +20,7 @@ def a_round(*groups: tuple[Share, ...]) -> Round:
     return Round(epoch=0, step=3, round=7, view=5, groups=groups)
 
 
+COUNT = 4
 WHOLE = (Share("c", (0, 1, 2, 3)),)
 
 
@@ -74,14 +75,14 @@ def test_a_replica_beyond_the_last_value_owns_no_chunk() -> None:
 def test_a_round_whose_books_are_disjoint_and_whole_is_taken_part_in() -> None:
     message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), WHOLE)
 
-    assert objection(message, a_view(), Share("a", (2, 0))) == ""
+    assert objection(message, a_view(), Share("a", (2, 0)), COUNT) == ""
 
 
 def test_a_ready_joiner_that_brings_nothing_takes_part() -> None:
     view = a_view(joining=(Member("d", 0),))
-    message = a_round((Share("a", (2, 0)), Share("b", (1, 3)), Share("d", ())), WHOLE)
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3)), Share("d", ()), COUNT), WHOLE)
 
-    assert objection(message, view, Share("d", ())) == ""
+    assert objection(message, view, Share("d", ()), COUNT) == ""
 
 
 def test_a_member_made_a_joiner_brings_nothing_any_more() -> None:
@@ -104,10 +105,10 @@ def test_a_member_made_a_joiner_brings_nothing_any_more() -> None:
     ],
 )
 def test_a_round_that_would_count_wrongly_is_refused_in_words(group: tuple[Share, ...], words: str) -> None:
-    assert words in objection(a_round(group, WHOLE), a_view(), Share("a", (2, 0)))
+    assert words in objection(a_round(group, WHOLE), a_view(), Share("a", (2, 0)), COUNT)
 
 
 def test_a_hole_in_another_stages_books_is_seen_too() -> None:
     message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), (Share("c", (0, 1)),))
 
-    assert objection(message, a_view(), Share("a", (2, 0))).startswith("stage 1:")
+    assert objection(message, a_view(), Share("a", (2, 0)), COUNT).startswith("stage 1:")

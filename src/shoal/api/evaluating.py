@@ -45,7 +45,7 @@ def evaluate(
     adapters lies now. The whole model is in memory, in train.dtype.
     ValueError: no checkpoint, no such text, a wrong row, or a tokenizer that does not fit the model."""
     from shoal.executor.serving import Chain
-    from shoal.runtime.data.heldout import open_held_out
+    from shoal.runtime.data.dataset import open_held_out
 
     source = saved.checkpoint(str(place))
     config = config_of(source, base, settings)

@@ -20,6 +20,7 @@ from shoal.config.reading import from_tree, load, overridden, validate
 from shoal.config.sections.checkpoint import Checkpoint
 from shoal.config.sections.data import Data
 from shoal.config.sections.device import Device
+from shoal.config.sections.eval import Eval
 from shoal.config.sections.model import Model
 from shoal.config.sections.network import Network
 from shoal.config.sections.plan import Plan
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "Data",
     "Device",
+    "Eval",
     "Model",
     "Network",
     "Plan",

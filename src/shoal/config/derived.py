@@ -92,4 +92,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         serve=run.serve,
         cache_bytes=config.device.cache_bytes,
         tokens=train.microbatch * config.data.sequence if masked(config) else 0,
+        heldout=-(-config.eval.samples // train.microbatch) if config.eval.path else 0,
+        heldout_every=config.eval.every if config.eval.path else 0,
+        heldout_tokens=train.microbatch * config.data.sequence,
     )

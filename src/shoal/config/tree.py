@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from shoal.config.section import Section
-from shoal.config.sections import checkpoint, data, device, model, network, run, train, tune
+from shoal.config.sections import checkpoint, data, device, eval, model, network, run, train, tune
 from shoal.config.sections.checkpoint import Checkpoint
 from shoal.config.sections.data import Data
 from shoal.config.sections.device import Device
+from shoal.config.sections.eval import Eval
 from shoal.config.sections.model import Model
 from shoal.config.sections.network import Network
 from shoal.config.sections.plan import Plan
@@ -26,6 +27,7 @@ class Config(Section, frozen=True):
     run: Run = Run()
     model: Model = Model()
     data: Data = Data()
+    eval: Eval = Eval()
     train: Train = Train()
     tune: Tune = Tune()
     network: Network = Network()
@@ -39,6 +41,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from model.problems(config.model, config.run, config.data, config.device)
     yield from run.problems(config.run)
     yield from data.problems(config.data, config.train, config.plan)
+    yield from eval.problems(config.eval, config.data, config.run, config.train, config.device)
     yield from train.problems(config.train, config.run, config.plan)
     yield from tune.problems(config.tune, config.model, config.train, config.device)
     yield from device.problems(config.device, config.run, config.train)

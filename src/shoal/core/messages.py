@@ -120,6 +120,7 @@ class Committed(Value, frozen=True):
         0  # the step changes nothing (no groups, no loss), since a result was not finite: so many in a row by now
     )
     counted: Count = 0  # tokens of the step whose loss counts; 0 where every token's does
+    heldout: float | None = None  # mean loss over the counted held-out tokens, with the parameters before this step
 
 
 class Evicted(Value, frozen=True):
@@ -304,8 +305,12 @@ class Vote(Wire, frozen=True):
 
 class Booking(Value, frozen=True):
     index: Index
-    loss: float | None = None  # at the last stage: mean over the microbatch's tokens, 0 for those not counted
-    counted: Count = 0  # at the last stage: its tokens whose loss counts; 0 where every token's does
+    loss: float | None = (
+        None  # at the last stage: mean over the microbatch's tokens, 0 for those not counted; of held-out ones over the counted
+    )
+    counted: Count = (
+        0  # at the last stage: its tokens whose loss counts; 0 where every token's does, but for held-out ones
+    )
 
 
 class Heartbeat(Wire, frozen=True):
@@ -1199,7 +1204,7 @@ class Fetch(TaskBase, frozen=True):
 
 
 class RunForward(TaskBase, frozen=True):
-    """The stage on blob `x` into blob `out`."""
+    """The stage on blob `x` into blob `out`. `heldout`: there will be no backward."""
 
     purpose = "hop"
     inputs = ("x",)
@@ -1209,12 +1214,13 @@ class RunForward(TaskBase, frozen=True):
     stage: int
     x: str
     out: str
+    heldout: bool = False
 
 
 class RunBackward(TaskBase, frozen=True):
     """Recompute the stage on `x`, run back from `grad` (last stage: loss against the tokens), add to the step's sum,
     write the gradient of `x` to `out` ('' at stage 0). Result: loss and counted tokens at the last stage. Failed leaves
-    the sum as it was."""
+    the sum as it was. `heldout`, at the last stage: the loss and the counted tokens alone."""
 
     purpose = "hop"
     inputs = ("x", "grad")
@@ -1225,6 +1231,7 @@ class RunBackward(TaskBase, frozen=True):
     x: str
     grad: str  # '' when the model has one stage: x holds the tokens
     out: str
+    heldout: bool = False
 
 
 class Cut(TaskBase, frozen=True):
@@ -1482,6 +1489,21 @@ class Settings(msgspec.Struct, frozen=True):
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none
+
+    heldout: int = (
+        0  # microbatches of held-out samples, of which the last stage computes the loss and nobody a gradient
+    )
+    heldout_every: int = 0  # steps between them
+    heldout_tokens: int = 0  # of one of them
+
+    def heldout_at(self, step: int) -> int:
+        """Held-out microbatches of that step. Their indices follow those that are trained on."""
+        due = self.heldout_every > 0 and step < self.steps and step % self.heldout_every == 0
+        return self.heldout if due else 0
+
+    def count(self, step: int) -> int:
+        """All microbatches of that step."""
+        return self.microbatches + self.heldout_at(step)
 
     def scale(self, counted: int) -> float:
         """What makes a mean over all tokens of a step the mean over its `counted` ones."""

@@ -113,6 +113,23 @@ def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
     return executor.infer(x, cache)
 
 
+@runtime_checkable
+class Evaluating(Protocol):
+    """An executor that measures held-out samples, too."""
+
+    def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
+        """Forwards only, and nothing is kept: the boundary tensor for the next stage; at the last stage, given the `tokens` (B, L+1), the
+        mean loss of those that count, 0 if none does. ValueError: NotFinite."""
+        ...
+
+
+def evaluate(executor: Executor, x: Tensor, tokens: Tensor | None) -> Tensor | float:
+    """ValueError: this executor measures none."""
+    if not isinstance(executor, Evaluating):
+        raise ValueError("this peer measures no held-out samples: only a resident stage on one device does")
+    return executor.evaluate(x, tokens)
+
+
 class BoundaryShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -8,6 +8,7 @@ parameters. Gradients are added in fp32 in either case.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from shoal.executor.base import DTYPES, NotFinite, digest_of, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
-from shoal.model.cut import Stage
+from shoal.model.cut import Stage, counted
 from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
@@ -100,6 +101,21 @@ class Resident:
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
         with torch.no_grad(), eager:
             return self._stage.infer(self._input(x), cache)
+
+    def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
+        xs = torch.split(self._input(x), self._slice)
+        with torch.no_grad():
+            if tokens is None:
+                y = torch.cat([self._stage.forward(part) for part in xs])
+                if not finite(y):
+                    raise NotFinite("the stage's output is not finite")
+                return y
+            rows = torch.split(tokens.to(self._device), self._slice)
+            sums = [float(self._stage.loss(*pair)) * pair[1][:, 1:].numel() for pair in zip(xs, rows, strict=True)]
+        loss = math.fsum(sums) / max(1, counted(tokens))
+        if not math.isfinite(loss):
+            raise NotFinite("the loss of held-out samples is not finite")
+        return loss
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()

@@ -35,6 +35,7 @@ from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts
+from shoal.runtime.data.heldout import held_out
 from shoal.runtime.data.rows import WrongRow, checked, parsed
 from shoal.transport.addresses import listening, ports
 from shoal.units import size
@@ -81,6 +82,9 @@ def files(config: Config) -> Iterator[str]:
         yield from adapter(config)
         if not config.run.serve:
             yield from data(config.data)
+            if config.eval.path:
+                text = held_out(config.data, config.eval.path)
+                yield from (line.replace("data.path", "eval.path") for line in data(text))
             yield from tokenizer(config)
 
 

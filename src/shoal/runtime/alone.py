@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.config import Config, microbatches, settings
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.executor import create
-from shoal.executor.base import Executor, prepare_thread
+from shoal.executor.base import Executor, evaluate, prepare_thread
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import counted, inputs
@@ -57,6 +57,7 @@ class Alone:
     def step(self, on_progress: ProgressCallback = lambda done, count: None) -> View:
         """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
+            heldout = self._heldout_loss()
             losses, tokens = self._losses(on_progress)
             reduced = self.executor.sum  # on its device; nothing is averaged
             if self._optimizer_thread is not None:
@@ -71,7 +72,7 @@ class Alone:
         self.done += 1
         if self.done >= self._config.run.steps:
             self._wait_for_update()
-        return self._view_after(sum(losses) / len(losses) * scale, norm, tokens)
+        return self._view_after(sum(losses) / len(losses) * scale, norm, tokens, heldout)
 
     def save(self) -> str:
         """Write a checkpoint of the newest step and delete the oldest ones. Returns its path. OSError: from the storage. Broken: the
@@ -131,6 +132,16 @@ class Alone:
             on_progress(len(losses), self._count)
         return losses, tokens
 
+    def _heldout_loss(self) -> float | None:
+        """With the parameters before the step, as a run's last stage measures it. None: it is not due."""
+        total, tokens = 0.0, 0
+        for index in range(self._count, self._settings.count(self.done)):
+            batch = self._dataset.microbatch(self.done, index)
+            counts = counted(batch)
+            total += float(evaluate(self.executor, inputs(batch), batch)) * counts
+            tokens += counts
+        return total / tokens if tokens else None
+
     def _backward(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
         if isinstance(executor, Swapping):
@@ -138,7 +149,7 @@ class Alone:
         losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
         return [loss for loss in losses if loss is not None]
 
-    def _view_after(self, loss: float, norm: float, tokens: int) -> View:
+    def _view_after(self, loss: float, norm: float, tokens: int, heldout: float | None) -> View:
         """The view after the step, without the digest that replicas compare: it takes longer than the optimizer."""
         share = Share(ME, tuple(range(self._count)))
         committed = Committed(
@@ -150,6 +161,7 @@ class Alone:
             groups=((share,),),
             save=self.due(),
             counted=tokens,
+            heldout=heldout,
         )
         trained = (self.done - self._first) * self._count  # by this process, as a run's members count
         return View(

@@ -176,7 +176,7 @@ class Watch:
         wrong = misplaced(view, self.settings)
         if wrong:
             self.report(peer, "view", f"view {view.number} is {wrong}")
-        if view.started and view.step < self.settings.steps and len(view.owners) != self.settings.microbatches:
+        if view.started and view.step < self.settings.steps and len(view.owners) != self.settings.count(view.work):
             self.report(peer, "view", f"view {view.number} has {len(view.owners)} owners")
 
     def _follows(self, peer: m.Peer, before: m.View, view: m.View) -> None:
@@ -300,6 +300,7 @@ class Commits:
         counted = 0 if last.skipped else sum(world.counted(last.step, at) for at in range(settings.microbatches))
         if last.counted != counted:
             self.watch.report(peer, "counted", f"step {last.step} has {counted} counted tokens, not {last.counted}")
+        self._measured(peer, last)
         below = ""
         for stage, digest in enumerate(last.digests):
             reduced = world.reduced.get(digest)
@@ -312,6 +313,17 @@ class Commits:
             else:
                 self._aged(peer, last.step, stage, below)
                 self._in_order(peer, last, stage, reduced)
+
+    def _measured(self, peer: m.Peer, last: m.Committed) -> None:
+        """Each held-out microbatch is in the mean once, with the parameters of that step: the value of one process alone."""
+        settings = self.watch.settings
+        indices = range(settings.microbatches, settings.count(last.step))
+        results = [] if last.skipped else [self.watch.world.measured(last.step, index) for index in indices]
+        counted = sum(result.counted for result in results)
+        expected = sum((result.loss or 0.0) * result.counted for result in results) / counted if counted else None
+        if last.heldout != expected:
+            text = f"step {last.step} has the held-out loss {last.heldout}, not {expected}"
+            self.watch.report(peer, "held out", text)
 
     def _in_order(self, peer: m.Peer, last: m.Committed, stage: int, reduced: Reduced) -> None:
         """What was added is what the commit lists, in its order: all that one process needs to get the same bits."""

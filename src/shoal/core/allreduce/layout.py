@@ -279,8 +279,8 @@ def fenced(message: Round, view: View) -> Peer | None:
     return None
 
 
-def objection(message: Round, view: View, me: Share) -> str:
-    """Why `me` cannot take part in that round, in words; '' when nothing speaks against it.
+def objection(message: Round, view: View, me: Share, microbatches: int) -> str:
+    """Why `me` cannot take part in that round, of `microbatches` that are trained on, in words; '' when nothing speaks against it.
 
     Refused here and not only by the leader: what enters an average cannot be taken out again. A peer that the agreed view does
     not know is fenced, whatever an older leader lists, and an index that two replicas bring would be counted twice."""
@@ -288,7 +288,7 @@ def objection(message: Round, view: View, me: Share) -> str:
     if outside is not None:
         return f"{outside} is listed, but view {view.number} has it not in that stage, or only joining"
     for stage, group in enumerate(message.groups):
-        reason = _coverage(group, len(view.owners))
+        reason = _coverage(group, microbatches)
         if reason:
             return f"stage {stage}: {reason}"
         for share in group:

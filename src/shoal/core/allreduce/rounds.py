@@ -138,7 +138,7 @@ class Rounds:
             return self._report_failed(message, self._reason or f"round {self._newest} is newer", "")
         commands = self.end(f"round {message.round} replaces it")
         self._newest, self._stage = message.round, self._replica.stage
-        reason = objection(message, view, me)
+        reason = objection(message, view, me, self._settings.microbatches)
         if reason:
             return commands + self.fail(message, reason)
         shares = message.groups[self._stage] if self._stage < len(message.groups) else ()

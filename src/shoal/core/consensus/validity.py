@@ -51,8 +51,9 @@ def _members(view: View, settings: Settings) -> str:
 
 
 def _numbers(view: View, settings: Settings) -> str:
-    if len(view.owners) not in (0, settings.microbatches) or any(at >= len(view.members) for at in view.owners):
-        return f"{len(view.owners)} owners among {len(view.members)} members of {settings.microbatches} microbatches"
+    count = settings.count(view.work)
+    if len(view.owners) not in (0, count) or any(at >= len(view.members) for at in view.owners):
+        return f"{len(view.owners)} owners among {len(view.members)} members of {count} microbatches"
     if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
         return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"
     return ""
@@ -68,6 +69,8 @@ def _last(view: View, settings: Settings) -> str:
         return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
     if not (math.isfinite(last.norm) and last.norm >= 0.0):
         return f"a commit with the norm {last.norm}"
+    if last.heldout is not None and not (0.0 <= last.heldout < math.inf and settings.heldout_at(last.step)):
+        return f"a commit with the held-out loss {last.heldout}"
     if last.counted > settings.microbatches * settings.tokens:
         return f"a commit of {last.counted} counted tokens of {settings.microbatches * settings.tokens}"
     return ""

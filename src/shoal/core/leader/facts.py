@@ -128,11 +128,14 @@ class Facts:
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
         settings = self.settings
-        return self.ledgers.get(step) or Ledger(settings.stages, settings.microbatches, settings.tokens)
+        return self.ledgers.get(step) or Ledger(
+            settings.stages, settings.microbatches, settings.tokens, settings.heldout_at(step), settings.heldout_tokens
+        )
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""
-        return self.ledger(view.work).booked / (self.settings.stages * self.settings.microbatches)
+        ledger = self.ledger(view.work)
+        return ledger.booked / ledger.needed
 
     @property
     def booked(self) -> int:
@@ -362,10 +365,10 @@ class Facts:
         for step, books in ((heartbeat.work, heartbeat.books), (heartbeat.work - 1, heartbeat.closed)):
             if books and view.step <= step <= view.step + view.begun:
                 ledger = self.ledgers.setdefault(step, self.ledger(step))
-                wrong = ledger.report(peer, books)
+                wrong = ledger.report(peer, books, heartbeat.stage)
                 if wrong:
                     self.convict((peer, wrong))
-                self.changed |= ledger.booked >= self.settings.stages * self.settings.microbatches
+                self.changed |= ledger.whole
 
     def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
         """`unreachable`: a link may be to blame, so a stage's last replica stays."""
@@ -390,7 +393,7 @@ class Facts:
         """Only of what is computed now, at the stage that it serves."""
         view = self.view
         assert view is not None
-        if (message.epoch, message.step) != (view.epoch, view.work) or message.index >= self.settings.microbatches:
+        if (message.epoch, message.step) != (view.epoch, view.work) or message.index >= self.settings.count(view.work):
             return
         if self.serving.get(peer) == message.stage:
             self.evidence.nonfinite.setdefault((message.step, message.stage, message.index), {})[key_of(peer)] = message

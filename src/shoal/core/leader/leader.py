@@ -194,7 +194,7 @@ class Leader:
         """Ask the owners of what is missing where it hangs, and judge by their answers."""
         facts, evidence = self.facts, self.facts.evidence
         ledger = facts.ledger(view.work)
-        if ledger.booked >= self.settings.stages * self.settings.microbatches:
+        if ledger.whole:
             return []
         rates = [
             heartbeat.rate
@@ -211,8 +211,7 @@ class Leader:
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         facts, ledger = self.facts, self.facts.ledger(view.step)
-        total = self.settings.stages * self.settings.microbatches
-        if ledger.booked < total or now < facts.rounds.not_before:
+        if not ledger.whole or now < facts.rounds.not_before:
             return []
         if not ledger.complete(view.members):
             return self._settle_double_booking(view, now)

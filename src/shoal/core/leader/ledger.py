@@ -7,6 +7,7 @@ A step can be averaged when, at every stage, the books of the members are disjoi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from statistics import median
 
 import msgspec
@@ -29,13 +30,23 @@ class Doubled(msgspec.Struct, frozen=True):
 class Ledger:
     """Books of the members of one (epoch, step), by peer."""
 
-    def __init__(self, stages: int, microbatches: int, tokens: int = 0) -> None:
+    def __init__(
+        self, stages: int, microbatches: int, tokens: int = 0, heldout: int = 0, heldout_tokens: int = 0
+    ) -> None:
+        """`heldout` microbatches follow those that are trained on; the last stage alone books them."""
         self.stages, self.microbatches, self.tokens = stages, microbatches, tokens
+        self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
-        self.booked = 0  # entries in all books; stages * microbatches when the step is done
+        self.booked = 0  # entries in all books
+        self.needed = stages * microbatches + heldout  # when the step is done
 
-    def report(self, peer: Peer, books: tuple[Booking, ...]) -> str:
-        """Take that peer's whole book. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
+    @property
+    def whole(self) -> bool:
+        """As many are booked as there are to be."""
+        return self.booked >= self.needed
+
+    def report(self, peer: Peer, books: tuple[Booking, ...], stage: Stage = 0) -> str:
+        """Take that peer's whole book, of that stage. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
         one, and is ignored."""
         held = self.books.get(peer, ())
         if len(books) <= len(held):
@@ -45,11 +56,13 @@ class Ledger:
         indices = {booking.index for booking in books}
         if len(indices) < len(books):
             return "has booked a microbatch twice"
-        if max(indices) >= self.microbatches:
-            return f"has booked microbatch {max(indices)} of {self.microbatches}"
-        counted = max(booking.counted for booking in books)
-        if counted > self.tokens:
-            return f"has counted {counted} tokens in a microbatch of {self.tokens}"
+        count = self._count(stage)
+        if max(indices) >= count:
+            return f"has booked microbatch {max(indices)} of {count}"
+        for booking in books:
+            most = self.tokens if booking.index < self.microbatches else self.heldout_tokens
+            if booking.counted > most:
+                return f"has counted {booking.counted} tokens in a microbatch of {most}"
         losses = [booking.loss for booking in books if booking.loss is not None]
         if losses and not (min(losses) >= 0.0 and max(losses) <= MOST_LOSS):
             return f"reports losses from {min(losses):g} to {max(losses):g}"
@@ -65,7 +78,7 @@ class Ledger:
 
     def complete(self, members: tuple[Member, ...]) -> bool:
         """Every index is booked exactly once at every stage, by members."""
-        if self.booked != self.stages * self.microbatches:
+        if self.booked != self.needed:
             return False
         return not self.faults(members)
 
@@ -79,16 +92,16 @@ class Ledger:
                 if other != member.peer:
                     faults.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
         for stage, indices in enumerate(seen):
-            if len(indices) < self.microbatches:
-                faults.append(f"stage {stage} has {len(indices)} of {self.microbatches} microbatches")
+            if len(indices) < self._count(stage):
+                faults.append(f"stage {stage} has {len(indices)} of {self._count(stage)} microbatches")
         return faults
 
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
         """Microbatches that are not booked at every stage, with the highest stage that lacks each: backward passes go down from it."""
         booked = {(member.stage, one.index) for member in members for one in self.books.get(member.peer, ())}
         missing = []
-        for index in range(self.microbatches):
-            lacking = [stage for stage in range(self.stages) if (stage, index) not in booked]
+        for index in range(self.microbatches + self.heldout):
+            lacking = [stage for stage in self._stages(index) if (stage, index) not in booked]
             if lacking:
                 missing.append((index, lacking[-1]))
         return missing
@@ -96,7 +109,15 @@ class Ledger:
     def open(self, members: tuple[Member, ...]) -> set[int]:
         """Microbatches that one of these members has yet to book."""
         times = Counter(booking.index for member in members for booking in self.books.get(member.peer, ()))
-        return {index for index in range(self.microbatches) if times[index] < self.stages}
+        return {i for i in range(self.microbatches + self.heldout) if times[i] < len(self._stages(i))}
+
+    def _count(self, stage: Stage) -> int:
+        """Microbatches that the stage books."""
+        return self.microbatches + (self.heldout if stage == self.stages - 1 else 0)
+
+    def _stages(self, index: Index) -> range:
+        """The stages that book it."""
+        return range(0 if index < self.microbatches else self.stages - 1, self.stages)
 
     def doubled(self, members: tuple[Member, ...]) -> list[Doubled]:
         """Microbatches that two members of a stage report as booked."""
@@ -116,7 +137,7 @@ class Ledger:
         seat."""
         groups: list[list[Share]] = [[] for _ in range(self.stages)]
         for member in members:
-            indices = tuple(booking.index for booking in self.books.get(member.peer, ()))
+            indices = trained(self.books.get(member.peer, ()), self.microbatches)
             groups[member.stage].append(Share(member.peer, indices, _line_rate(member, line_rates)))
         for joiner in ready:
             groups[joiner.stage].append(Share(joiner.peer, (), _line_rate(joiner, line_rates)))
@@ -125,13 +146,27 @@ class Ledger:
     def loss(self, last: tuple[Share, ...]) -> float:
         """Mean loss over the step's microbatches, added in index order, each counted as at most FAR_LOSS times their median: one replica
         alone cannot move it far. `last`: the last stage's replicas."""
-        losses = {b.index: b.loss for share in last for b in self.books.get(share.peer, ()) if b.loss is not None}
+        losses = {b.index: b.loss for b in self._bookings(last) if b.loss is not None and b.index < self.microbatches}
         most = MOST_LOSS if self.tokens else FAR_LOSS * median(losses.values()) if losses else 0.0
         return sum(min(losses[i], most) for i in sorted(losses)) / len(losses) if losses else float("nan")
 
     def counted(self, last: tuple[Share, ...]) -> int:
         """Tokens of the step whose loss counts, as the last stage's replicas have counted them."""
-        return sum(booking.counted for share in last for booking in self.books.get(share.peer, ()))
+        return sum(booking.counted for booking in self._bookings(last) if booking.index < self.microbatches)
+
+    def heldout_loss(self, last: tuple[Share, ...]) -> float | None:
+        """Mean over the counted held-out tokens, added in index order: the same whoever computed which microbatch. None: there are none."""
+        held = sorted((b for b in self._bookings(last) if b.index >= self.microbatches), key=lambda b: b.index)
+        counted = sum(booking.counted for booking in held)
+        return sum((booking.loss or 0.0) * booking.counted for booking in held) / counted if counted else None
+
+    def _bookings(self, shares: tuple[Share, ...]) -> list[Booking]:
+        return [booking for share in shares for booking in self.books.get(share.peer, ())]
+
+
+def trained(books: Iterable[Booking], microbatches: int) -> tuple[Index, ...]:
+    """The indices whose gradients are in a replica's sum, in the order in which it added them."""
+    return tuple(booking.index for booking in books if booking.index < microbatches)
 
 
 def _line_rate(member: Member, line_rates: tuple[int, ...]) -> int:

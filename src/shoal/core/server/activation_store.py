@@ -244,7 +244,7 @@ class ActivationStore:
         if view is None or message.epoch != view.epoch or not view.step <= message.step <= view.work + 1:
             return False
         at_my_stage = known.present.get(self._name) == message.stage
-        return peer in known.serving and at_my_stage and message.index < self._settings.microbatches
+        return peer in known.serving and at_my_stage and message.index < self._settings.count(message.step)
 
     def on_pull(self, peer: Peer, message: TensorRequest) -> list[Command]:
         view, key = self._replica.view, key_of(message)

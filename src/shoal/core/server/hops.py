@@ -411,14 +411,15 @@ class Hops:
         if not keys:
             return []
         job = self._queue.pop(min(keys))
-        out = "" if job.backward and self._replica.stage == 0 else self._id()
+        heldout = job.message.index >= self._settings.microbatches
+        out = "" if job.backward and (self._replica.stage == 0 or heldout) else self._id()
         self._running = job = msgspec.structs.replace(job, task=self._id(), out=out)
         step, index, stage = job.message.step, job.message.index, self._replica.stage
         x, *more = self._inputs(job)
         if job.backward:
             grad = more[0] if more else ""
-            return [Do(RunBackward(job.task, step, index, stage, x, grad, out))]
-        return [Do(RunForward(job.task, step, index, stage, x, out))]
+            return [Do(RunBackward(job.task, step, index, stage, x, grad, out, heldout))]
+        return [Do(RunForward(job.task, step, index, stage, x, out, heldout))]
 
     def _complete(self, job: Job) -> bool:
         return all(key in self.store for key in needs(job.message))
@@ -454,7 +455,8 @@ class Hops:
         booking = Booking(index, done.result.loss, done.result.counted)
         book.kept[index] = booking
         book.entries += (booking,)
-        self.pace.add(True, done.seconds)
+        if index < self._settings.microbatches:
+            self.pace.add(True, done.seconds)
         self._freed_at = now
         commands = self._keep(job, Key(step, index, stage - 1, True), done.result.nbytes) if job.out else []
         return commands + self._gradient(job.reply, step, index, job.attempt)

@@ -52,7 +52,7 @@ class Declined:
     """(owner, step, index) -> no attempt up to this is taken: its owner may have gone elsewhere with it."""
 
     def __init__(self, settings: Settings, replica: ReplicaState) -> None:
-        self._room = DECLINED_PER_MICROBATCH * settings.microbatches
+        self._room = DECLINED_PER_MICROBATCH * (settings.microbatches + settings.heldout)
         self._replica = replica
         self._upto: dict[tuple[Peer, int, Index], int] = {}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import count
 
 from shoal.core.allreduce.rounds import Rounds
+from shoal.core.leader.ledger import trained
 from shoal.core.messages import (
     Apply,
     Backward,
@@ -384,7 +385,7 @@ class Server:
         if self._hops.adding(message.step) and self._rounds.active != message.round:
             return []
         self._round = None
-        me = Share(self.name, tuple(booking.index for booking in self._hops.books(message.step)))
+        me = Share(self.name, trained(self._hops.books(message.step), self.settings.microbatches))
         commands = self._rounds.begin(message, me, now)
         if self._rounds.active != message.round:
             self.changed = True  # the leader may not know my books as they are

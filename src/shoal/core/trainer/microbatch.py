@@ -43,6 +43,7 @@ Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of t
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to min_request_timeout_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
 LOST = 2  # times that a tensor could not be had from a peer, before the leader is answered with it
+UNTRAINED = "-"  # booked[k] of a held-out microbatch below the last stage: there is nothing to book
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
 
@@ -112,7 +113,7 @@ class Microbatch(msgspec.Struct, eq=False):
     attempt: int  # the last number sent; never sent again
     x: list[Where]  # x[k]: where stage k's input is, () if nowhere; x[0]: the tokens, always my own blob
     g: list[Where]  # g[k]: the gradient of stage k's output; the last stage needs none
-    booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, '' if none
+    booked: list[str]  # booked[k]: the server that added stage k's gradient to its sum, or UNTRAINED; '' if none
     progress: Progress = Progress.WAITING
     hop: Hop | None = None
     late: dict[int, Hop] = msgspec.field(default_factory=dict)  # abandoned forwards by attempt
@@ -332,7 +333,7 @@ class Owned:
         """What was booked at peers that have left is to be done again; what only they kept is nowhere."""
         for m in self.held.values():
             m.keep_holders(members)
-            lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members]
+            lost = [k for k, peer in enumerate(m.booked) if peer and peer not in members and peer != UNTRAINED]
             for k in lost:
                 m.booked[k] = ""
             if lost and m.progress is Progress.FINISHED:

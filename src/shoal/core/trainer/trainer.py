@@ -46,6 +46,7 @@ from shoal.core.planned import Planned
 from shoal.core.timers import Timers
 from shoal.core.trainer.choice import Choice
 from shoal.core.trainer.microbatch import (
+    UNTRAINED,
     Answer,
     Hop,
     Kind,
@@ -235,7 +236,10 @@ class Trainer:
 
     def _own(self, booked_at: dict[Index, dict[Stage, Peer]]) -> None:
         for index, at in booked_at.items():
-            booked = [at.get(stage, "") for stage in range(self._settings.stages)]
+            below = "" if index < self._settings.microbatches else UNTRAINED
+            booked = [at.get(stage, below) for stage in range(self._settings.stages - 1)] + [
+                at.get(self._settings.stages - 1, "")
+            ]
             self._owned.wait(new_microbatch(index, booked, self._view))
 
     def _take_over(self, indices: list[Index], now: float) -> None:

@@ -8,15 +8,18 @@ once and indexed freely; a streamed Hugging Face dataset is read block by block.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from shoal.config import Config, Data, Train, microbatches
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
+from shoal.runtime.data.heldout import HeldOut, held_out
 from shoal.runtime.data.mapped import MappedSamples
 from shoal.runtime.data.rows import Rows
 from shoal.runtime.data.sampling import MixedSamples, PackedSamples, Samples, StreamedSamples
@@ -29,40 +32,73 @@ if TYPE_CHECKING:  # `shoal invite` reads the digest alone, and need not wait fo
 class Dataset:
     """Samples by number, and microbatches by step and index."""
 
-    def __init__(self, samples: Samples, train: Train) -> None:
-        self._samples = samples
+    def __init__(self, samples: Samples, train: Train, heldout: HeldOut | None = None) -> None:
+        self._samples, self._heldout = samples, heldout
         self._train = train
         self._lock = Lock()  # microbatches are fetched on one thread, borders looked up on another
         self.digest = samples.digest
         self.describe = samples.describe
+        if heldout is not None:
+            self.digest = hashlib.sha256(f"{samples.digest} {heldout.digest}".encode()).hexdigest()
+            self.describe += f"; held out: {heldout.describe}"
 
     def sample(self, i: int) -> Tokens:
         """Sample `i`: sequence + 1 tokens, int64; ~id for one whose loss does not count."""
         return self._samples.sample(i)
 
     def microbatch(self, step: int, index: int) -> torch.Tensor:
-        """Tokens (B, L + 1), int64: inputs and, shifted by one, targets."""
+        """Tokens (B, L + 1), int64: inputs and, shifted by one, targets. From index `microbatches` of a step on they are held-out ones, the
+        same at every step."""
         import torch
 
-        size = self._train.microbatch
-        first = (step * microbatches(self._train) + index) * size
+        size, count = self._train.microbatch, microbatches(self._train)
+        trained = index < count
+        first = (step * count + index if trained else index - count) * size
         with self._lock:
-            return torch.from_numpy(np.stack([self.sample(first + b) for b in range(size)]))
+            read = self.sample if trained else self._held_out
+            return torch.from_numpy(np.stack([read(first + b) for b in range(size)]))
+
+    def _held_out(self, i: int) -> Tokens:
+        if self._heldout is None:
+            raise ValueError("this peer has no held-out samples")
+        return self._heldout.sample(i)
 
 
 def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
-    """The run's data. With `cache`, tokens are kept in files there, mapped and shared by the peers of a machine.
+    """The run's data, with what it holds out. With `cache`, tokens are kept in files there, mapped and shared by the peers of a machine.
 
     ValueError: unknown source, path or field missing, vocabulary too small, corpus shorter than one sequence."""
+    heldout = open_held_out(config, config.eval.path, config.eval.samples, cache) if config.eval.path else None
+    return Dataset(_samples(config, cache), config.train, heldout)
+
+
+def _samples(config: Config, cache: Path | None) -> Samples:
     if config.data.source == "dataset":
-        return Dataset(MappedSamples(config), config.train)
+        return MappedSamples(config)
     tokenizer = open_tokenizer(config.data.tokenizer)
     refuse_unfit(config, tokenizer)
     if config.data.source == "huggingface":
-        return Dataset(_streamed(config.data, Rows(config.data, tokenizer), config.run.seed), config.train)
+        return _streamed(config.data, Rows(config.data, tokenizer), config.run.seed)
     corpus, weights = open_corpus(config.data), config.data.weights
     samples = [_packed(part, config, tokenizer, cache) for part in (parts(corpus, weights) if weights else [corpus])]
-    return Dataset(MixedSamples(samples, weights, config.run.seed) if weights else samples[0], config.train)
+    return MixedSamples(samples, weights, config.run.seed) if weights else samples[0]
+
+
+def open_held_out(config: Config, path: str | Path, samples: int = 0, cache: Path | None = None) -> HeldOut:
+    """Text that is not trained on, at most `samples` of it; 0 takes all. ValueError: no such file, a wrong row, no token to predict, or
+    another vocabulary."""
+    data = held_out(config.data, path)
+    tokenizer = open_tokenizer(data.tokenizer)
+    refuse_unfit(msgspec.structs.replace(config, data=data), tokenizer)
+    corpus = open_corpus(data)
+    stock = read_tokens(corpus, Rows(data, tokenizer), cache)
+    note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens"
+    if stock.skipped:
+        note += f"; {stock.skipped} wrong rows skipped"
+    heldout = HeldOut(stock.tokens, data.sequence, samples, stock.digest, note)
+    if not heldout.count:
+        raise ValueError(f"{path}: {len(stock.tokens)} tokens, of which none can be predicted; name a longer text")
+    return heldout
 
 
 def refuse_unfit(config: Config, tokenizer: Tokenizer) -> None:

@@ -11,12 +11,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shoal.config import Config, Data
-from shoal.runtime.data.corpus import open_corpus, read_tokens
-from shoal.runtime.data.dataset import refuse_unfit
-from shoal.runtime.data.rows import FILL, Rows
+from shoal.config import Data
+from shoal.runtime.data.rows import FILL
 from shoal.runtime.data.sampling import Stored
-from shoal.runtime.data.tokenizer import Tokens, open_tokenizer
+from shoal.runtime.data.tokenizer import Tokens
 
 
 def held_out(data: Data, path: str | Path) -> Data:
@@ -47,23 +45,9 @@ class HeldOut:
         self.describe = describe
 
     def sample(self, i: int) -> Tokens:
-        """(sequence + 1,) int64; ~id for a token whose loss does not count."""
+        """(sequence + 1,) int64; ~id for a token whose loss does not count. From `count` on none does."""
+        if i >= self.count:
+            return FILL.repeat(self._sequence + 1)
         start = i * self._whole // self.count * self._sequence
         tokens = self._tokens[start : start + self._sequence + 1].astype(np.int64)
         return np.concatenate([tokens, FILL.repeat(self._sequence + 1 - len(tokens))])
-
-
-def open_held_out(config: Config, path: str | Path, samples: int = 0, cache: Path | None = None) -> HeldOut:
-    """`samples`: at most so many; 0 takes all. ValueError: no such file, a wrong row, no token to predict, or another vocabulary."""
-    data = held_out(config.data, path)
-    tokenizer = open_tokenizer(data.tokenizer)
-    refuse_unfit(msgspec.structs.replace(config, data=data), tokenizer)
-    corpus = open_corpus(data)
-    stock = read_tokens(corpus, Rows(data, tokenizer), cache)
-    note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens"
-    if stock.skipped:
-        note += f"; {stock.skipped} wrong rows skipped"
-    held = HeldOut(stock.tokens, data.sequence, samples, stock.digest, note)
-    if not held.count:
-        raise ValueError(f"{path}: {len(stock.tokens)} tokens, of which none can be predicted; name a longer text")
-    return held

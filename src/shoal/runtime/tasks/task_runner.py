@@ -52,7 +52,7 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, device_of, prepare_thread
+from shoal.executor.base import Executor, device_of, evaluate, prepare_thread
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
@@ -279,12 +279,20 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
+        if task.heldout:
+            y = evaluate(executor, self._borders.input(task, x), None)
+            assert isinstance(y, torch.Tensor)
+            return self._borders.plain(task, y)
         return self._borders.plain(task, executor.forward(self._borders.input(task, x)))
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
+        if task.heldout:
+            assert tokens is not None
+            mean = evaluate(executor, self._borders.input(task, x), tokens)
+            return Result(loss=float(mean), counted=counted(tokens))
         grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         result = Result(loss=loss)
         if tokens is not None and masked(self._config):

@@ -203,6 +203,9 @@ FAULTS = (  # one for each way of failing that a run must survive
     ),
     _fault("last_replica", peers=(8, 16), stages=(2, 4), happenings=Happenings(losses=2), save_every=(0, 2)),
     _fault("nonfinite", nonfinite=(1, 4), happenings=Happenings(kills=2, restarts=2, joiners=2), save_every=(0, 2)),
+    _fault(
+        "measured", heldout=True, staleness=0, happenings=Happenings(kills=3, restarts=2, joiners=2, pauses=1), save_every=(0, 2),
+    ),
     _fault("wiped", steps=(6, 10), strikes=Strikes(wipes=1), save_every=(1, 3)),
 )  # fmt: skip
 _LONG = Scenario(

@@ -17,6 +17,7 @@ from shoal.sim.faults import hostile
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario, Strikes
 
 TIGHT = 2.0  # patience where servers keep six microbatches of a step and pass them nearly one by one
+HELDOUT_TOKENS = 4  # of a held-out microbatch
 BLOB_BYTES = 100  # of any tensor, as the machines see it; links count the scenario's own
 Limits = TypeVar("Limits", Messages, Happenings, Strikes)
 
@@ -58,6 +59,14 @@ def draw(scenario: Scenario, seed: int) -> Case:
     disks = Random(f"{scenario.name}/{seed}/places")
     places = disks.randint(*scenario.places)
     settings = msgspec.structs.replace(settings, copies=disks.choice((1, 2, 2, 3)) if places else 1)
+    if scenario.heldout:
+        measured = Random(f"{scenario.name}/{seed}/heldout")
+        counts = {
+            "heldout": measured.randint(1, 12),
+            "heldout_every": measured.randint(1, 3),
+            "heldout_tokens": HELDOUT_TOKENS,
+        }
+        settings = msgspec.structs.replace(settings, **counts)
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
         settings = msgspec.structs.replace(

@@ -102,6 +102,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
     tokens: int = 0  # of a microbatch, where the loss of some does not count; 0: where every token's does
+    heldout: bool = False  # some steps measure held-out microbatches
     nonfinite: tuple[int, int] = (0, 0)  # steps with a microbatch whose result is not finite, whoever computes it
     strangers: tuple[int, int] = (0, 0)  # hostile peers (faults/strangers.py)
     acts: tuple[str, ...] = ()  # what those do, as role/act; empty: anything

@@ -85,8 +85,11 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         save=(facts.requests.save and not 0 < facts.saving.published == view.step) or saves(view.step + 1, settings),
         joiners=tuple(peer for group in current.message.joiners for peer in group),
         counted=counted,
+        heldout=ledger.heldout_loss(groups[-1]),
     )
     outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
+    if last.heldout is not None:
+        outcome += f", held-out loss {last.heldout:.4f} before it"
     proposal = next_step(view, last, outcome, facts, settings, now)
     return msgspec.structs.replace(proposal, norms=norms)
 
@@ -141,7 +144,7 @@ def _owners(view: View, members: tuple[Member, ...], facts: Facts, settings: Set
     if view.ahead:
         return inherit(view, members, ())
     rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
-    return owners_of(members, settings.microbatches, rest) if view.step + 1 < settings.steps else ()
+    return owners_of(members, settings.count(view.step + 1), rest) if view.step + 1 < settings.steps else ()
 
 
 def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:

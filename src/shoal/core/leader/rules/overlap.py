@@ -44,7 +44,7 @@ def overlap(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         [reason],
         phase=Phase.OVERLAPPING,
         since=view.number + 1,
-        owners=owners_of(view.members, settings.microbatches),
+        owners=owners_of(view.members, settings.count(view.step + 1)),
         account=account,
     )
     return Proposal(after)

@@ -56,7 +56,7 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
         view,
         [f"{words}: step {view.step} begins again"],
         members=members,
-        owners=owners_of(members, settings.microbatches),
+        owners=owners_of(members, settings.count(view.step)),
         epoch=view.epoch + 1,
         phase=Phase.SAVING if view.phase is Phase.SAVING else Phase.TRAINING,
         continued=Continued(),

@@ -55,7 +55,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     }
     if opens_again(view, void, facts):
         changes |= overlap.opened_again(view)
-        changes["owners"] = owners_of(members, settings.microbatches) if members else ()
+        changes["owners"] = owners_of(members, settings.count(view.step)) if members else ()
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
 

@@ -36,17 +36,17 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         if member not in ready
     )
     new = tuple(member for member in view.joining if member in ready) if view.epoch else ()  # since the first start
-    microbatches = settings.microbatches * (not settings.serve)
+    trains = not settings.serve
     reason = f"{len(ready)} peers hold all {settings.stages} stages: step {view.step} begins"
     view = successor(
         view,
         [reason],
         members=arrived(ready, view.number + 1),
         joining=rest,
-        owners=owners_of(ready, microbatches),
+        owners=owners_of(ready, settings.count(view.step) * trains),
         phase=Phase.TRAINING if view.step < settings.steps else Phase.SAVING,
         fenced=(),
-        account=counting(view.account, new, issued=microbatches),
+        account=counting(view.account, new, issued=settings.microbatches * trains),
     )
     return Proposal(view)
 

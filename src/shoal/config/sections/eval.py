@@ -1,0 +1,55 @@
+"""[eval]: held-out text whose loss is measured while the run trains. runtime/data/heldout.py reads it; core counts each sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta
+
+from shoal.config.section import Section, without_effect
+from shoal.config.sections.data import Data
+from shoal.config.sections.device import Device
+from shoal.config.sections.run import Run
+from shoal.config.sections.train import Train
+
+
+class Eval(Section, frozen=True):
+    """Held-out text whose loss is measured while the run trains."""
+
+    path: Annotated[
+        str,
+        Meta(
+            description='This file, directory or glob holds text that is not trained on, in the format of [data]; "" measures nothing.'
+        ),
+    ] = ""
+    every: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=10**12,
+            description="The held-out loss is measured each time this many steps are done, first at step 0.",
+        ),
+    ] = 50
+    samples: Annotated[
+        int,
+        Meta(ge=1, le=2**20, description="At most this many held-out samples are measured, evenly spaced in the text."),
+    ] = 64
+
+
+def problems(section: Eval, data: Data, run: Run, train: Train, device: Device) -> Iterator[str]:
+    if not section.path:
+        yield from without_effect(section, "eval", ["every", "samples"], "eval.path names no held-out text")
+        return
+    what = f"eval.path = {section.path!r} measures between two steps with the newest parameters"
+    if run.serve:
+        yield "eval.path has no effect: run.serve = true trains nothing"
+    if data.source == "dataset":
+        yield "eval.path is text, and data.source = 'dataset' has samples of its own; leave eval.path empty"
+    if train.staleness:
+        yield f"{what}, which train.staleness = {train.staleness} has not; try train.staleness=0, or `shoal eval` on checkpoints"
+    if train.local_steps > 1:
+        yield f"{what}, and in train.local_steps = {train.local_steps} each replica has its own; try `shoal eval` on checkpoints"
+    if device.executor == "swapping" or device.count > 1:
+        where = "device.executor = 'swapping'" if device.executor == "swapping" else f"device.count = {device.count}"
+        yield f"eval.path is measured by stages that lie on one device, and {where}; try `shoal eval` on checkpoints"
