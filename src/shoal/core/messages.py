@@ -123,6 +123,16 @@ class Committed(Value, frozen=True):
     heldout: float | None = None  # mean loss over the counted held-out tokens, with the parameters before this step
 
 
+class HeldOut(Value, frozen=True):
+    """The newest measurement of the held-out loss, with the parameters of version `step`, and the best so far."""
+
+    step: Count
+    loss: float
+    best_step: Count
+    best_loss: float
+    misses: Count = 0  # measurements since the best one
+
+
 class Evicted(Value, frozen=True):
     """A key, or an invite, whose peer was evicted for what it did, so many times: it is let in again after a pause that grows with them."""
 
@@ -144,7 +154,7 @@ class Phase(Enum):
     TRAINING = "training"  # `step` is computed, and averaged when its books are complete
     OVERLAPPING = "overlapping"  # with delayed updates: `step` is averaged while the next one is computed
     REOPENED = "reopened"  # with delayed updates: a death took books of `step`, which is computed again before the next one goes on
-    SAVING = "saving"  # all steps are committed, the last checkpoint is being written
+    SAVING = "saving"  # all steps are committed; the last checkpoint is being written, held-out samples are measured
     FINISHED = "finished"  # the run is over
     FAILED = "failed"  # the run is over before its last step: a stage cannot be loaded, or training diverges
 
@@ -173,6 +183,7 @@ class View(Value, frozen=True):
     since: Count = 0  # number of the view that set `work`, or set it again: requests of older views are void
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
     founder: Nobody = ""  # invite id of the peer that founded the run: one of its peers has the casting vote
+    heldout: HeldOut | None = None
 
     @property
     def started(self) -> bool:
@@ -1495,10 +1506,11 @@ class Settings(msgspec.Struct, frozen=True):
     )
     heldout_every: int = 0  # steps between them
     heldout_tokens: int = 0  # of one of them
+    patience: int = 0  # measurements without a better one after which the run ends; 0: it goes on
 
     def heldout_at(self, step: int) -> int:
-        """Held-out microbatches of that step. Their indices follow those that are trained on."""
-        due = self.heldout_every > 0 and step < self.steps and step % self.heldout_every == 0
+        """Held-out microbatches of that step, the last one's parameters included. Their indices follow those that are trained on."""
+        due = self.heldout_every > 0 and (step % self.heldout_every == 0 or step >= self.steps)
         return self.heldout if due else 0
 
     def count(self, step: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from shoal.core import messages as m
-from shoal.core.consensus.phases import misplaced, transition
+from shoal.core.consensus.phases import ended, misplaced, transition
 from shoal.sim.leavers import Leavers
 from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
@@ -176,7 +176,7 @@ class Watch:
         wrong = misplaced(view, self.settings)
         if wrong:
             self.report(peer, "view", f"view {view.number} is {wrong}")
-        if view.started and view.step < self.settings.steps and len(view.owners) != self.settings.count(view.work):
+        if view.started and not ended(view, self.settings) and len(view.owners) != self.settings.count(view.work):
             self.report(peer, "view", f"view {view.number} has {len(view.owners)} owners")
 
     def _follows(self, peer: m.Peer, before: m.View, view: m.View) -> None:
@@ -196,6 +196,13 @@ class Watch:
         elif not view.kept:
             self.commits.begun_with = view.step
             self.durability.goes_back(view.step)
+
+    def _measured_at_the_end(self, view: m.View) -> None:
+        """The last parameters are measured, unless the run stopped because of what was measured before."""
+        expected, heldout = heldout_loss(self.settings, self.world, view.step), view.heldout
+        due = expected is not None and view.step >= self.settings.steps
+        if due and (heldout is None or (heldout.step, heldout.loss) != (view.step, expected)):
+            self.report("", "held out", f"finished at step {view.step} with {heldout}, not {expected}")
 
     def _staffed(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         """A move never empties a stage: only the removal of its last replica does."""
@@ -253,12 +260,13 @@ class Watch:
         if not view.finished:
             self.report("", "progress", f"the run is not finished: {progress(view)}")
             return
-        if view.step != self.settings.steps:
+        self._measured_at_the_end(view)
+        if not ended(view, self.settings):
             self.report("", "account", f"finished at step {view.step} of {self.settings.steps}")
         account = view.account
         if account.counted_twice:
             self.report("", "account", f"counted twice: {account}")
-        steps = self.settings.steps - self.settings.first_step
+        steps = view.step - self.settings.first_step
         if account.committed != steps * self.settings.microbatches:
             self.report("", "account", f"{account} after {steps} x {self.settings.microbatches}")
         skipped = sum(last.skipped > 0 for last in self.commits.known.values())
@@ -316,11 +324,7 @@ class Commits:
 
     def _measured(self, peer: m.Peer, last: m.Committed) -> None:
         """Each held-out microbatch is in the mean once, with the parameters of that step: the value of one process alone."""
-        settings = self.watch.settings
-        indices = range(settings.microbatches, settings.count(last.step))
-        results = [] if last.skipped else [self.watch.world.measured(last.step, index) for index in indices]
-        counted = sum(result.counted for result in results)
-        expected = sum((result.loss or 0.0) * result.counted for result in results) / counted if counted else None
+        expected = None if last.skipped else heldout_loss(self.watch.settings, self.watch.world, last.step)
         if last.heldout != expected:
             text = f"step {last.step} has the held-out loss {last.heldout}, not {expected}"
             self.watch.report(peer, "held out", text)
@@ -383,6 +387,13 @@ class Durability:
                 text = f"step {step} was reported saved in {copies} copies, {died} machines have died since, and {have} are left"
                 self.watch.report(peer, "durability", text)
                 del self._reported[step]
+
+
+def heldout_loss(settings: m.Settings, world: World, step: int) -> float | None:
+    """Of the parameters of that version, as one process would add it; None: it is not measured."""
+    results = [world.measured(step, index) for index in range(settings.microbatches, settings.count(step))]
+    counted = sum(result.counted for result in results)
+    return sum((result.loss or 0.0) * result.counted for result in results) / counted if counted else None
 
 
 def contents(reduced: Reduced, step: int, microbatches: int, below: str) -> tuple[str, str]:

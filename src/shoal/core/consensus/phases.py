@@ -57,14 +57,19 @@ TRANSITIONS = (
     Transition(Phase.TRAINING, Phase.TRAINING, Step.NEXT, "the step is committed"),
     Transition(Phase.TRAINING, Phase.OVERLAPPING, Step.SAME, "the step's books are complete: the next step begins"),
     Transition(Phase.TRAINING, Phase.SAVING, Step.NEXT, "the last step is committed"),
-    Transition(Phase.TRAINING, Phase.FINISHED, Step.NEXT, "the last step is committed, no checkpoint is asked for"),
+    Transition(Phase.TRAINING, Phase.FINISHED, Step.NEXT, "the last step is committed, nothing is saved or measured"),
     Transition(Phase.OVERLAPPING, Phase.OVERLAPPING, Step.SAME, _MEMBERS + ", or a microbatch gets another owner"),
     Transition(Phase.OVERLAPPING, Phase.TRAINING, Step.NEXT, "the averaged step is committed"),
     Transition(Phase.OVERLAPPING, Phase.REOPENED, Step.SAME, "a member with books of the averaged step is removed"),
     Transition(Phase.REOPENED, Phase.REOPENED, Step.SAME, _MEMBERS + ", or a microbatch gets another owner"),
     Transition(Phase.REOPENED, Phase.OVERLAPPING, Step.SAME, "the step's books are complete again"),
     Transition(Phase.SAVING, Phase.SAVING, Step.SAME, _MEMBERS),
-    Transition(Phase.SAVING, Phase.FINISHED, Step.SAME, "the checkpoint is published, or cannot be"),
+    Transition(
+        Phase.SAVING,
+        Phase.FINISHED,
+        Step.SAME,
+        "the checkpoint is published, or cannot be; what is held out is measured",
+    ),
     *(
         Transition(before, Phase.GATHERING, Step.SAME_OR_EARLIER, "a stage lost its last replica", new_epoch=True)
         for before in Phase
@@ -90,11 +95,18 @@ def transition(before: View, view: View) -> Transition | None:
     return next((one for one in _BY_PHASES.get((before.phase, view.phase), ()) if one.fits(before, view)), None)
 
 
+def ended(view: View, settings: Settings) -> bool:
+    """No further step begins: all are committed, or the held-out loss has not become better for long enough."""
+    heldout = view.heldout
+    stops = settings.patience > 0 and heldout is not None and heldout.misses >= settings.patience
+    return view.step >= settings.steps or stops
+
+
 def misplaced(view: View, settings: Settings) -> str:
     """Why a view cannot have its phase at its step, in words; '' if it can."""
     if view.begun and not settings.staleness:
         return f"{view.phase.value} without delayed updates"
-    if view.phase in (Phase.SAVING, Phase.FINISHED) and view.step < settings.steps:
+    if view.phase in (Phase.SAVING, Phase.FINISHED) and not ended(view, settings):
         return f"{view.phase.value} at step {view.step} of {settings.steps}"
     if view.phase in (Phase.TRAINING, Phase.OVERLAPPING, Phase.REOPENED) and view.step >= settings.steps:
         return f"{view.phase.value} step {view.step} of {settings.steps}"

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.core.messages import Committed, Settings, View
+from shoal.core.messages import Committed, HeldOut, Phase, Settings, View
 from shoal.core.names import invite_of, limit_of
 
 NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
@@ -60,7 +60,9 @@ def _numbers(view: View, settings: Settings) -> str:
 
 
 def _last(view: View, settings: Settings) -> str:
-    last = view.last
+    last, heldout = view.last, view.heldout
+    if heldout is not None and not (0.0 <= heldout.best_loss <= heldout.loss < math.inf and heldout.step <= view.step):
+        return f"the held-out loss {heldout} at step {view.step}"
     if last is None:
         return ""
     if last.skipped:
@@ -76,7 +78,32 @@ def _last(view: View, settings: Settings) -> str:
     return ""
 
 
+def measured(before: HeldOut | None, step: int, loss: float) -> HeldOut:
+    """With this loss of the parameters of version `step`. After a way back to a checkpoint, what was measured before stays."""
+    if before is None:
+        return HeldOut(step, loss, step, loss)
+    if step <= before.step:
+        return before
+    if loss < before.best_loss:
+        return HeldOut(step, loss, step, loss)
+    return HeldOut(step, loss, before.best_step, before.best_loss, before.misses + 1)
+
+
+def _heldout(before: View, view: View, settings: Settings) -> str:
+    """What was measured changes with a commit that measured, and at the end."""
+    expected, last = before.heldout, view.last
+    if view.epoch == before.epoch and view.step > before.step and last is not None and last.heldout is not None:
+        expected = measured(expected, last.step, last.heldout)
+    elif view.heldout is not None and view.phase is Phase.FINISHED and settings.heldout_at(view.step):
+        expected = measured(expected, view.step, view.heldout.loss)
+    return (
+        "" if view.heldout in (expected, before.heldout) else f"the held-out loss {view.heldout} after {before.heldout}"
+    )
+
+
 def _step(before: View, view: View, settings: Settings) -> str:
+    if wrong := _heldout(before, view, settings):
+        return wrong
     if view.number != before.number + 1:
         return f"number {view.number} after {before.number}"
     if view.epoch not in (before.epoch, before.epoch + 1) or before.finished:

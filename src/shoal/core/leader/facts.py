@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.layout import fenced
+from shoal.core.consensus.phases import ended
 from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
 from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
@@ -128,14 +129,20 @@ class Facts:
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
         settings = self.settings
+        trains = self.view is None or not ended(self.view, settings)
         return self.ledgers.get(step) or Ledger(
-            settings.stages, settings.microbatches, settings.tokens, settings.heldout_at(step), settings.heldout_tokens
+            settings.stages,
+            settings.microbatches,
+            settings.tokens,
+            settings.heldout_at(step),
+            settings.heldout_tokens,
+            trains=trains,
         )
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""
         ledger = self.ledger(view.work)
-        return ledger.booked / ledger.needed
+        return ledger.booked / max(1, ledger.needed)
 
     @property
     def booked(self) -> int:

@@ -12,6 +12,7 @@ from statistics import median
 
 import msgspec
 
+from shoal.core.consensus.phases import ended
 from shoal.core.consensus.register import Register
 from shoal.core.leader.averaging import ROUNDS_PER_TERM
 from shoal.core.leader.facts import Facts
@@ -173,10 +174,12 @@ class Leader:
 
     def _average(self, view: View, now: float) -> list[Command]:
         """Open a round when the books are complete; send it again to participants that have not reported."""
-        if not view.started or view.step >= self.settings.steps or self.settings.serve:
+        if not view.started or self.settings.serve or not view.owners:
             return []
         facts = self.facts
         commands = self._inquire(view, now) if facts.scan else []
+        if ended(view, self.settings):
+            return commands
         current = facts.rounds.open
         if current is None:
             return commands + self._open_round(view, now)

@@ -31,14 +31,22 @@ class Ledger:
     """Books of the members of one (epoch, step), by peer."""
 
     def __init__(
-        self, stages: int, microbatches: int, tokens: int = 0, heldout: int = 0, heldout_tokens: int = 0
+        self,
+        stages: int,
+        microbatches: int,
+        tokens: int = 0,
+        heldout: int = 0,
+        heldout_tokens: int = 0,
+        trains: bool = True,
     ) -> None:
-        """`heldout` microbatches follow those that are trained on; the last stage alone books them."""
+        """`heldout` microbatches follow those that are trained on; the last stage alone books them. Without `trains`, after the last
+        step, there are no others."""
         self.stages, self.microbatches, self.tokens = stages, microbatches, tokens
         self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books
-        self.needed = stages * microbatches + heldout  # when the step is done
+        self.trains = trains
+        self.needed = stages * microbatches * trains + heldout  # when the step is done
 
     @property
     def whole(self) -> bool:
@@ -46,7 +54,7 @@ class Ledger:
         return self.booked >= self.needed
 
     def report(self, peer: Peer, books: tuple[Booking, ...], stage: Stage = 0) -> str:
-        """Take that peer's whole book, of that stage. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
+        """Take that peer's whole book, of `stage`. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
         one, and is ignored."""
         held = self.books.get(peer, ())
         if len(books) <= len(held):
@@ -92,8 +100,9 @@ class Ledger:
                 if other != member.peer:
                     faults.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
         for stage, indices in enumerate(seen):
-            if len(indices) < self._count(stage):
-                faults.append(f"stage {stage} has {len(indices)} of {self._count(stage)} microbatches")
+            due = self._count(stage) - self.microbatches * (not self.trains)
+            if len(indices) < due:
+                faults.append(f"stage {stage} has {len(indices)} of {due} microbatches")
         return faults
 
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
@@ -117,7 +126,9 @@ class Ledger:
 
     def _stages(self, index: Index) -> range:
         """The stages that book it."""
-        return range(0 if index < self.microbatches else self.stages - 1, self.stages)
+        if index < self.microbatches:
+            return range(self.stages * self.trains)
+        return range(self.stages - 1, self.stages)
 
     def doubled(self, members: tuple[Member, ...]) -> list[Doubled]:
         """Microbatches that two members of a stage report as booked."""

@@ -269,6 +269,8 @@ class Server:
             commands += self._rounds.end(f"step {view.step} is opened again")
         if (before.work, before.since) != (view.work, view.since):
             commands += self._hops.turn(before, view)
+        if view.finished:  # what held-out samples were measured with
+            commands += self._hops.forget(everything=True)[0]
         return commands
 
     def _next_step(self, before: View | None, view: View) -> list[Command]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from shoal.core.consensus.phases import ended
 from shoal.core.messages import (
     BlobRef,
     Booker,
@@ -235,11 +236,11 @@ class Trainer:
                 self._advance(m, now)
 
     def _own(self, booked_at: dict[Index, dict[Stage, Peer]]) -> None:
+        last, over = self._settings.stages - 1, ended(self._view, self._settings)
         for index, at in booked_at.items():
-            below = "" if index < self._settings.microbatches else UNTRAINED
-            booked = [at.get(stage, below) for stage in range(self._settings.stages - 1)] + [
-                at.get(self._settings.stages - 1, "")
-            ]
+            trained = index < self._settings.microbatches
+            below, top = UNTRAINED if over or not trained else "", UNTRAINED if over and trained else ""
+            booked = [*(at.get(stage, below) for stage in range(last)), at.get(last, top)]
             self._owned.wait(new_microbatch(index, booked, self._view))
 
     def _take_over(self, indices: list[Index], now: float) -> None:
@@ -465,9 +466,9 @@ def _owned_by(name: Peer, view: View) -> dict[Index, None]:
     return {index: None for index, at in enumerate(view.owners) if view.members[at].peer == name}
 
 
-def _period(view: View) -> tuple[int, int, int, bool]:
+def _period(view: View) -> tuple[int, int, int, bool, bool]:
     """What a trainer keeps is good for that long."""
-    return view.epoch, view.work, view.since, view.started
+    return view.epoch, view.work, view.since, view.started, view.finished
 
 
 def _begins(old: View, view: View) -> bool:

@@ -61,12 +61,13 @@ def draw(scenario: Scenario, seed: int) -> Case:
     settings = msgspec.structs.replace(settings, copies=disks.choice((1, 2, 2, 3)) if places else 1)
     if scenario.heldout:
         measured = Random(f"{scenario.name}/{seed}/heldout")
-        counts = {
-            "heldout": measured.randint(1, 12),
-            "heldout_every": measured.randint(1, 3),
-            "heldout_tokens": HELDOUT_TOKENS,
-        }
-        settings = msgspec.structs.replace(settings, **counts)
+        settings = msgspec.structs.replace(
+            settings,
+            heldout=measured.randint(1, 12),
+            heldout_every=measured.randint(1, 3),
+            heldout_tokens=HELDOUT_TOKENS,
+            patience=measured.choice((0, 0, 1, 2)),
+        )
     if scenario.planned:
         settings = _with_plan(settings, peers, Random(f"{scenario.name}/{seed}/plan"))
         settings = msgspec.structs.replace(

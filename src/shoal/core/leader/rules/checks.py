@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from shoal.core.consensus.phases import ended
 from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
 from shoal.core.messages import Peer, Settings, View
@@ -37,7 +38,7 @@ def why_stalled(view: View, facts: Facts, settings: Settings, now: float) -> str
     step_s = facts.history.step_s
     long_s = max(STALLED * settings.heartbeat_s, 2 * step_s if step_s < math.inf else 0.0)
     since = facts.history.step_at if facts.history.step_at is not None else now
-    if settings.serve or not view.started or view.finished or view.step >= settings.steps or now - since < long_s:
+    if settings.serve or not view.started or view.finished or ended(view, settings) or now - since < long_s:
         return ""
     current = facts.rounds.open
     if current is not None:

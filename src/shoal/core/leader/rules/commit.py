@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from shoal.core.consensus.phases import ended
+from shoal.core.consensus.validity import measured
 from shoal.core.leader.averaging import ROUNDS_PER_TERM, OpenRound
 from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
@@ -105,7 +107,14 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     """The view that begins the step after `last`, which ended with `outcome`: leavers go, joiners that took part become members.
 
     In the middle of the next step, with delayed updates, nobody leaves, and no peer enters that was removed from it."""
-    over, goes_on = view.step + 1 >= settings.steps, view.ahead
+    heldout = view.heldout if last.heldout is None else measured(view.heldout, last.step, last.heldout)
+    then = msgspec.structs.replace(view, step=view.step + 1, heldout=heldout)
+    over, goes_on = ended(then, settings), view.ahead
+    measures = over and settings.heldout_at(then.step) > 0
+    if over and then.step < settings.steps and heldout is not None:
+        outcome += (
+            f"; the run stops early: no held-out loss below {heldout.best_loss:.4f} since step {heldout.best_step}"
+        )
     leaves = facts.requests.leaves
     new = _took_part(view, last)
     leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
@@ -119,8 +128,9 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=_owners(view, members, facts, settings),
-        phase=Phase.TRAINING if not over else Phase.SAVING if last.save else Phase.FINISHED,
+        owners=_owners(view, members, facts, settings) if not over or measures else (),
+        phase=Phase.TRAINING if not over else Phase.SAVING if last.save or measures else Phase.FINISHED,
+        heldout=heldout,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
         fenced=view.fenced if goes_on else (),
@@ -144,7 +154,7 @@ def _owners(view: View, members: tuple[Member, ...], facts: Facts, settings: Set
     if view.ahead:
         return inherit(view, members, ())
     rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
-    return owners_of(members, settings.count(view.step + 1), rest) if view.step + 1 < settings.steps else ()
+    return owners_of(members, settings.count(view.step + 1), rest)
 
 
 def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:

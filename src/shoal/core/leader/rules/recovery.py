@@ -13,6 +13,7 @@ import msgspec
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import counting, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.start import complete
 from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
 from shoal.core.planned import planned_seat
 
@@ -70,8 +71,7 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
 
 def stage_lost(view: View, facts: Facts, settings: Settings, now: float) -> bool:
     """A stage has lost every copy of its state, and the run is not over."""
-    over = view.step >= settings.steps and facts.saving.idle
-    return not over and bool(lost_stages(view, settings.stages))
+    return not complete(view, facts, settings) and bool(lost_stages(view, settings.stages))
 
 
 def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
+from shoal.core.consensus.phases import ended
 from shoal.core.leader.evictions import evicting
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import inherit, moving, owners_of
@@ -117,7 +118,7 @@ def _leaving(view: View, evicted: Container[Peer], facts: Facts, settings: Setti
     """Peers that asked to leave and go now, and why: joiners at once, members when the step's end is too far and their stage keeps
     another member."""
     leaves, leave_at = facts.requests.leaves, facts.requests.leave_at
-    if view.step >= settings.steps:  # the checkpoint needs the members, and then the run is over
+    if ended(view, settings):  # the checkpoint needs the members, and then the run is over
         return {}
     leaving = {one.peer: f"leaves: {leaves[one.peer]}" for one in view.joining if one.peer in leaves}
     rest_s = facts.history.rest_s(facts.share(view), now)
@@ -136,7 +137,7 @@ def _takeovers(
 ) -> tuple[Move, ...]:
     """Who moves to a leaver's stage in the middle of the step, since its end is far; else commit.py moves it, with nothing redone."""
     far = facts.history.rest_s(facts.share(view), now) > MOVE_AT_ONCE_S
-    if not (view.started and far and view.step < settings.steps and facts.rounds.open is None):
+    if not (view.started and far and not ended(view, settings) and facts.rounds.open is None):
         return ()
     return takeovers_of_leavers(members, joining, facts, settings, now)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.core.consensus.phases import ended
+from shoal.core.consensus.validity import measured
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import arrived, counting, names, owners_of
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Member, Phase, Settings, View
+from shoal.core.messages import Member, Phase, Settings, Share, View
 
 
 def every_stage_ready(view: View, facts: Facts, settings: Settings, now: float) -> bool:
@@ -36,15 +38,17 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         if member not in ready
     )
     new = tuple(member for member in view.joining if member in ready) if view.epoch else ()  # since the first start
-    trains = not settings.serve
+    trains, over = not settings.serve, ended(view, settings)
     reason = f"{len(ready)} peers hold all {settings.stages} stages: step {view.step} begins"
     view = successor(
         view,
         [reason],
         members=arrived(ready, view.number + 1),
         joining=rest,
-        owners=owners_of(ready, settings.count(view.step) * trains),
-        phase=Phase.TRAINING if view.step < settings.steps else Phase.SAVING,
+        owners=owners_of(ready, settings.count(view.step) * trains)
+        if not over or settings.heldout_at(view.step)
+        else (),
+        phase=Phase.SAVING if over else Phase.TRAINING,
         fenced=(),
         account=counting(view.account, new, issued=settings.microbatches * trains),
     )
@@ -52,10 +56,25 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
 
 
 def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
-    """After the last step the run is over once its checkpoint is published or cannot be."""
-    if view.finished or view.step < settings.steps or not facts.saving.idle:
+    """After the last step the run is over once its checkpoint is published or cannot be, and what is held out is measured or cannot be."""
+    if view.finished or not complete(view, facts, settings):
         return None
-    return Proposal(successor(view, [f"all {settings.steps} steps are committed"], phase=Phase.FINISHED))
+    ledger, heldout, words = facts.ledger(view.step), view.heldout, [f"{view.step} steps are committed"]
+    if ledger.heldout and ledger.whole:
+        last = tuple(Share(one.peer, ()) for one in view.members if one.stage == settings.stages - 1)
+        loss = ledger.heldout_loss(last)
+        heldout = heldout if loss is None else measured(heldout, view.step, loss)
+        words += [] if loss is None else [f"held-out loss {loss:.4f} at the end"]
+    return Proposal(successor(view, words, phase=Phase.FINISHED, heldout=heldout))
+
+
+def complete(view: View, facts: Facts, settings: Settings) -> bool:
+    """Nothing is left to be trained, saved or measured. A held-out result that is not finite cannot be measured."""
+    if not ended(view, settings) or not facts.saving.idle:
+        return False
+    ledger = facts.ledger(view.step)
+    unmeasured = any(step == view.step for step, _, _ in facts.evidence.nonfinite)
+    return unmeasured or not view.owners or ledger.complete(view.members)
 
 
 def _ready(view: View, facts: Facts) -> tuple[Member, ...]:
