@@ -10,6 +10,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.config import Config
+from shoal.dashboard import account
 from shoal.launcher.files import saved
 from shoal.runtime.checkpoints import marker
 
@@ -24,7 +25,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+        return account.perplexity(self.loss)
 
 
 Progress = Callable[[int, int, float], None]  # samples done, samples, mean loss so far

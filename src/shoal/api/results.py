@@ -27,6 +27,7 @@ class Step(msgspec.Struct, frozen=True):
 
     step: int  # steps committed, this one included: 1 is the first
     loss: float | None  # mean over the step's microbatches; None: the step was skipped, since a result was not finite
+    heldout_loss: float | None  # of held-out tokens, with the parameters before the step; None: it was not measured
     gradient_norm: float  # Euclidean norm of the whole model's averaged gradient, before it is clipped
     tokens: int  # trained on by the run so far, this step included
     elapsed_s: float  # since the first commit, on the launcher's clock; a pause before a resumption counts, too
@@ -135,6 +136,7 @@ def step_of(committed: CommittedStep, config: Config, first_s: float) -> Step:
     return Step(
         step=done,
         loss=None if commit.skipped else commit.loss,
+        heldout_loss=commit.heldout,
         gradient_norm=commit.norm,
         tokens=done * tokens_per_step(config),
         elapsed_s=committed.heard_s - first_s,

@@ -18,6 +18,8 @@ from rich.console import Console
 
 from shoal import importing
 from shoal.api.results import Run, Step, step_of
+from shoal.core.consensus.validity import measured
+from shoal.core.messages import HeldOut
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.exit_codes import ExitCode
@@ -27,6 +29,7 @@ from shoal.launcher.session import Outcome, RunOptions, RunRequest, Source
 from shoal.runtime.records.account import CommittedStep
 
 OnStep = Callable[[Step], object]
+OnEval = Callable[[HeldOut], object]
 OnCommit = Callable[[CommittedStep], object]
 
 
@@ -45,6 +48,7 @@ def run(
     data: str | Callable[[], Any] | None = None,
     on_step: OnStep | None = None,
     on_commit: OnCommit | None = None,
+    on_eval: OnEval | None = None,
     resume: bool = False,
     quiet: bool = False,
 ) -> Run:
@@ -56,7 +60,8 @@ def run(
         or a Hugging Face model. The peers import it by name; weights are drawn from run.seed.
     data: data.factory: a function of a module that returns a map-style dataset of data.sequence + 1 token ids per sample.
     on_step: called with a `Step`, the metrics of each committed step; on_commit: with its `CommittedStep`, as the peers agreed on it.
-        Both in the caller's thread, in the order of the commits; the peers train on meanwhile.
+        on_eval: with a `HeldOut`, each measurement of the held-out loss (eval.path) and the best so far, the one at the end included.
+        All in the caller's thread, in the order of the commits; the peers train on meanwhile.
     resume: continue from the newest checkpoint.
     quiet: show no progress.
 
@@ -77,7 +82,9 @@ def run(
     with session.begin(prepared, options) as job:
         if isinstance(job, Summary):
             return Run(prepared.config.run.directory)
-        outcome = _Session(job, quiet, on_step, on_commit).run()
+        measurements = _Measured(on_eval)
+        outcome = _Session(job, quiet, on_step, on_commit, measurements).run()
+    measurements.take(outcome.summary.heldout)
     trained = Run(prepared.config.run.directory)
     if not quiet:
         print(outcome.text)
@@ -86,11 +93,31 @@ def run(
     return trained
 
 
+class _Measured:
+    """Calls on_eval with what was measured, each version once."""
+
+    def __init__(self, on_eval: OnEval | None) -> None:
+        self._on_eval = on_eval
+        self._newest: HeldOut | None = None
+
+    def add(self, step: int, loss: float) -> None:
+        self.take(measured(self._newest, step, loss))
+
+    def take(self, newest: HeldOut | None) -> None:
+        """None: nothing is held out."""
+        if newest is not None and (self._newest is None or newest.step > self._newest.step):
+            self._newest = newest
+            if self._on_eval is not None:
+                self._on_eval(newest)
+
+
 class _Session:
     """The launcher in a thread, and the callbacks in the caller's."""
 
-    def __init__(self, job: RunRequest, quiet: bool, on_step: OnStep | None, on_commit: OnCommit | None) -> None:
-        self._on_step, self._on_commit = on_step, on_commit
+    def __init__(
+        self, job: RunRequest, quiet: bool, on_step: OnStep | None, on_commit: OnCommit | None, measured: _Measured
+    ) -> None:
+        self._on_step, self._on_commit, self._measured = on_step, on_commit, measured
         view = Terminal(Console(quiet=True)) if quiet else job.view
         self._job = msgspec.structs.replace(job, view=view, hear=lambda step: self._steps.put(step))
         self._steps: queue.SimpleQueue[CommittedStep | None] = queue.SimpleQueue()  # None: the session has ended
@@ -130,6 +157,8 @@ class _Session:
             self._on_step(step_of(committed, self._job.config, first_s))
         if self._on_commit is not None:
             self._on_commit(committed)
+        if committed.commit.heldout is not None:
+            self._measured.add(committed.commit.step, committed.commit.heldout)
 
     def _tell(self, what: Callable[[Launcher], None]) -> None:
         loop, launcher = self._loop, self._launcher

@@ -122,9 +122,9 @@ class LocalTraining:
         closing = contextlib.closing
         with Terminal() as terminal, _asked_to_stop(self), closing(self._output), closing(self._log):
             try:
-                while self.alone.done < self.config.run.steps and not self.stopped:
+                while not self.alone.ended and not self.stopped:
                     self._step(terminal)
-                if self.stopped and self.alone.done < self.config.run.steps:
+                if self.stopped and not self.alone.ended:
                     self._save(terminal)
                     early = f"it was asked to stop; {self._left()}"
             except (Broken, ValueError, OSError) as error:

@@ -94,5 +94,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         tokens=train.microbatch * config.data.sequence if masked(config) else 0,
         heldout=-(-config.eval.samples // train.microbatch) if config.eval.path else 0,
         heldout_every=config.eval.every if config.eval.path else 0,
+        patience=config.eval.patience,
+        save_measured=config.eval.keep_best,
         heldout_tokens=train.microbatch * config.data.sequence,
     )

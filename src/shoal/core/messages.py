@@ -1380,6 +1380,7 @@ class RunPublish(TaskBase, frozen=True):
     step: int
     records: tuple[str, ...]
     copies: tuple[tuple[str, ...], ...] = ()
+    best: int = 0  # the step whose checkpoint stays, however old; 0: none
 
 
 class OfferShard(TaskBase, frozen=True):
@@ -1506,6 +1507,7 @@ class Settings(msgspec.Struct, frozen=True):
     )
     heldout_every: int = 0  # steps between them
     heldout_tokens: int = 0  # of one of them
+    save_measured: bool = False  # a checkpoint of each version that is measured; the best one is kept
     patience: int = 0  # measurements without a better one after which the run ends; 0: it goes on
 
     def heldout_at(self, step: int) -> int:

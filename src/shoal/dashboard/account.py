@@ -5,11 +5,13 @@ For `shoal run` and `shoal status`. runtime/records/account.py computes the numb
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
 
 from shoal import units
+from shoal.core.messages import HeldOut
 from shoal.escaping import UNDECODABLE, escaped_json, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 
@@ -30,6 +32,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     losses: tuple[float, ...]
     final_loss: float | None
+    heldout: HeldOut | None = None  # the loss as last measured, and the best; None: nothing is held out
     issued: int
     committed: int
     redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
@@ -82,6 +85,7 @@ def text(summary: Summary, peers: bool = False) -> str:
         ("counted twice", f"{summary.counted_twice:,}"),
         *_adopted(summary),
         *_skipped(summary),
+        *_heldout(summary),
         *_undone(summary),
         *_overlap(summary),
         *_peers(summary),
@@ -115,6 +119,19 @@ def _skipped(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("skipped", f"{summary.skipped:,} of these, in steps that changed nothing: a loss or gradient was not finite")
     ]
+
+
+def _heldout(summary: Summary) -> list[tuple[str, str]]:
+    if (held := summary.heldout) is None:
+        return []
+    best = (
+        "the best" if held.best_step == held.step else f"the best was {held.best_loss:.4f} at step {held.best_step:,}"
+    )
+    return [("held out", f"loss {held.loss:.4f} at step {held.step:,}, perplexity {perplexity(held.loss):.4g}; {best}")]
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:

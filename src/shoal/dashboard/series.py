@@ -21,6 +21,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float  # since the first commit; of a machine that was restarted, without the pause
     tokens: int  # of the run so far
     loss: float | None  # None: the step changed nothing
+    heldout_loss: float | None = None  # with the parameters before the step; None: it was not measured
     gradient_norm: float | None
     learning_rate: float
     tokens_per_s: float | None  # None: unknown yet
@@ -53,6 +54,7 @@ class Series:
             time_s=time_s,
             tokens=(commit.step + 1) * size,
             loss=_finite(commit.loss) if not commit.skipped else None,
+            heldout_loss=commit.heldout,
             gradient_norm=_finite(commit.norm) if not commit.skipped else None,
             learning_rate=learning_rate(self._config.train, self._config.run.steps, commit.step),
             tokens_per_s=(
@@ -68,8 +70,15 @@ class Series:
 def columns(figures: Sequence[StepFigures], most: int) -> dict[str, list[float | None]]:
     """A list of values for each figure, of at most `most` of the steps, evenly spaced, and of the newest one."""
     stride = max(1, math.ceil(len(figures) / most))
-    kept = [one for number, one in enumerate(figures) if (len(figures) - 1 - number) % stride == 0]
-    return {name: [getattr(one, name) for one in kept] for name in StepFigures.__struct_fields__}
+    numbers = [number for number in range(len(figures)) if (len(figures) - 1 - number) % stride == 0]
+    result = {name: [getattr(figures[at], name) for at in numbers] for name in StepFigures.__struct_fields__}
+    result["heldout_loss"] = [_newest(figures[max(0, at - stride + 1) : at + 1]) for at in numbers]
+    return result
+
+
+def _newest(figures: Sequence[StepFigures]) -> float | None:
+    """What was measured last in these steps."""
+    return next((one.heldout_loss for one in reversed(figures) if one.heldout_loss is not None), None)
 
 
 def _finite(value: float) -> float | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal import units
+from shoal.core.messages import HeldOut
 from shoal.dashboard import plot
 from shoal.escaping import escaped, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
@@ -82,6 +83,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     survives: str = ""  # how many losses the run survives now
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
+    heldout: HeldOut | None = None  # as last measured, and the best
     tokens_per_s: float = 0.0
     step_s: float = 0.0  # between two recent commits; 0: fewer than two of this session
     issued: int = 0
@@ -183,6 +185,8 @@ def headline(snapshot: Snapshot) -> str:
     ]
     if snapshot.losses:
         words.append(f"loss {snapshot.losses[-1]:.3f}")
+    if snapshot.heldout is not None:
+        words.append(f"held out {snapshot.heldout.loss:.3f} at step {snapshot.heldout.step:,}")
     if snapshot.tokens_per_s > 0:
         words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
     if snapshot.stages:

@@ -227,7 +227,7 @@ class Launcher:
             return ExitCode.INTERRUPTED
         if self.timed_out and not finished and summary.saved and not summary.unsaved:
             return ExitCode.OUT_OF_TIME
-        done = summary.balanced and summary.steps == self.config.run.steps
+        done = summary.balanced and (finished or summary.steps == self.config.run.steps)
         return 0 if done and not summary.unsaved else ExitCode.FAILED
 
     def _conclude_guest(self, summary: Summary, finished: bool) -> Outcome:

@@ -15,7 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from shoal.config import Config, microbatches, settings
-from shoal.core.messages import Account, Committed, Member, Phase, Share, View
+from shoal.core.consensus.phases import ended
+from shoal.core.consensus.validity import measured
+from shoal.core.messages import Account, Committed, HeldOut, Member, Phase, Share, View
 from shoal.executor import create
 from shoal.executor.base import Executor, evaluate, prepare_thread
 from shoal.executor.delayed import Delayed
@@ -48,6 +50,7 @@ class Alone:
             self.executor.load_state(store.load(first_step, self.executor.state()))
         self.executor.zero(first_step)
         self._first = self.done = first_step  # steps
+        self.heldout: HeldOut | None = None
         self.saved = first_step or None  # the step of the newest checkpoint
         self._optimizer_thread = (
             ThreadPoolExecutor(1, "shoal-optimizer", lambda: prepare_thread(config)) if config.train.staleness else None
@@ -57,7 +60,7 @@ class Alone:
     def step(self, on_progress: ProgressCallback = lambda done, count: None) -> View:
         """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
-            heldout = self._heldout_loss()
+            heldout = self._measure()
             losses, tokens = self._losses(on_progress)
             reduced = self.executor.sum  # on its device; nothing is averaged
             if self._optimizer_thread is not None:
@@ -72,7 +75,13 @@ class Alone:
         self.done += 1
         if self.done >= self._config.run.steps:
             self._wait_for_update()
+            self._measure()
         return self._view_after(sum(losses) / len(losses) * scale, norm, tokens, heldout)
+
+    @property
+    def ended(self) -> bool:
+        """No further step is due."""
+        return ended(View(1, self.done, (Member(ME, 0),), heldout=self.heldout), self._settings)
 
     def save(self) -> str:
         """Write a checkpoint of the newest step and delete the oldest ones. Returns its path. OSError: from the storage. Broken: the
@@ -84,7 +93,8 @@ class Alone:
             raise Broken(f"the checkpoint of step {self.done} failed: {error}") from error
         about = checkpoint.about(self._config, self._dataset.digest, self._dataset.describe)
         path = self._store.publish(self.done, [record], about)
-        self._store.prune(self._config.checkpoint.keep)
+        best = self.heldout.best_step if self.heldout is not None and self._settings.save_measured else 0
+        self._store.prune(self._config.checkpoint.keep, best)
         self.saved = self.done
         return path
 
@@ -95,8 +105,8 @@ class Alone:
     def due(self) -> bool:
         """Whether a checkpoint is due after the newest step."""
         every, last = self._config.checkpoint.every, self._config.checkpoint.at_end
-        ended = self.done >= self._config.run.steps
-        return (ended and last) or (every > 0 and self.done % every == 0)
+        measures = self._settings.save_measured and self._settings.heldout_at(self.done) > 0
+        return (self.ended and last) or measures or (every > 0 and self.done % every == 0)
 
     def _apply(self, reduced: Tensor, norm: float, scale: float) -> None:
         """One optimizer step. With overlap it only starts here, after the end of the one before."""
@@ -132,15 +142,18 @@ class Alone:
             on_progress(len(losses), self._count)
         return losses, tokens
 
-    def _heldout_loss(self) -> float | None:
-        """With the parameters before the step, as a run's last stage measures it. None: it is not due."""
+    def _measure(self) -> float | None:
+        """The held-out loss with the newest parameters, as a run's last stage measures it. None: it is not due."""
         total, tokens = 0.0, 0
         for index in range(self._count, self._settings.count(self.done)):
             batch = self._dataset.microbatch(self.done, index)
             counts = counted(batch)
             total += float(evaluate(self.executor, inputs(batch), batch)) * counts
             tokens += counts
-        return total / tokens if tokens else None
+        if not tokens:
+            return None
+        self.heldout = measured(self.heldout, self.done, total / tokens)
+        return total / tokens
 
     def _backward(self, batch: list[Tensor]) -> list[float]:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
@@ -168,7 +181,8 @@ class Alone:
             number=self.done + 1,
             step=self.done,
             members=(Member(ME, 0),),
-            phase=Phase.FINISHED if self.done >= self._config.run.steps else Phase.TRAINING,
+            phase=Phase.FINISHED if self.ended else Phase.TRAINING,
+            heldout=self.heldout,
             last=committed,
             saved=self.saved or 0,
             account=Account(issued=trained, committed=trained),

@@ -35,11 +35,27 @@ class Eval(Section, frozen=True):
         int,
         Meta(ge=1, le=2**20, description="At most this many held-out samples are measured, evenly spaced in the text."),
     ] = 64
+    patience: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**20,
+            description="The run ends when so many measurements in a row were not better than the best; 0 goes on to run.steps.",
+        ),
+    ] = 0
+    keep_best: Annotated[
+        bool,
+        Meta(
+            description="A checkpoint is written at each measurement too, and the best one stays beside the newest checkpoint.keep."
+        ),
+    ] = False
 
 
 def problems(section: Eval, data: Data, run: Run, train: Train, device: Device) -> Iterator[str]:
     if not section.path:
-        yield from without_effect(section, "eval", ["every", "samples"], "eval.path names no held-out text")
+        yield from without_effect(
+            section, "eval", ["every", "samples", "patience", "keep_best"], "eval.path names no held-out text"
+        )
         return
     what = f"eval.path = {section.path!r} measures between two steps with the newest parameters"
     if run.serve:

@@ -54,8 +54,8 @@ class Ledger:
         return self.booked >= self.needed
 
     def report(self, peer: Peer, books: tuple[Booking, ...], stage: Stage = 0) -> str:
-        """Take that peer's whole book, of `stage`. Returns what is wrong with it, or ''. Books only grow within a step: a shorter report is an older
-        one, and is ignored."""
+        """Take the whole book of that peer, at `stage`. Returns what is wrong with it, or ''. Books only grow within a step: a shorter
+        report is an older one, and is ignored."""
         held = self.books.get(peer, ())
         if len(books) <= len(held):
             return ""

@@ -398,7 +398,9 @@ class Server:
         if replica.view is None or peer != self.leader or message.epoch != replica.view.epoch:
             return []
         if isinstance(message, PublishRequest):
-            return self._shards.publish(peer, message)
+            heldout = replica.view.heldout
+            best = heldout.best_step if heldout is not None and self.settings.save_measured else 0
+            return self._shards.publish(peer, message, best)
         sound = replica.has_state and not replica.unfit
         step = replica.step if sound else message.step  # of a lost version nothing will come
         held = sound and replica.applying is None

@@ -60,7 +60,7 @@ class Shards:
         self._saving = task, peer, answer
         return [Do(RunSave(task, stage, message.step))]
 
-    def publish(self, peer: Peer, message: PublishRequest) -> list[Command]:
+    def publish(self, peer: Peer, message: PublishRequest, best: int) -> list[Command]:
         done, key = self._published, (message.epoch, message.step)
         if done is not None and (done.epoch, done.step) == key:
             return [Send(peer, done)]
@@ -71,7 +71,7 @@ class Shards:
             return []
         task = f"s/{next(self._serial)}"
         self._publishing = task, peer, Published(message.epoch, message.step)
-        return [Do(RunPublish(task, message.step, message.records, message.copies))]
+        return [Do(RunPublish(task, message.step, message.records, message.copies, best))]
 
     def on_done(self, done: Done) -> list[Command]:
         if self._saving is not None and self._saving[0] == done.id:

@@ -58,6 +58,9 @@ def _run(state: PageState) -> Iterator[Metric]:
 def _step(newest: StepFigures) -> Iterator[Metric]:
     if newest.loss is not None:
         yield _gauge("shoal_loss", "Mean loss of the newest step, in nats per token.", newest.loss)
+    if newest.heldout_loss is not None:
+        text = "Mean loss of held-out tokens before the newest step, in nats per token."
+        yield _gauge("shoal_heldout_loss", text, newest.heldout_loss)
     if newest.gradient_norm is not None:
         yield _gauge("shoal_gradient_norm", "Of the newest step, before clipping.", newest.gradient_norm)
     yield _gauge("shoal_learning_rate", "Of the newest step.", newest.learning_rate)

@@ -13,7 +13,7 @@ import msgspec
 from shoal import units
 from shoal.config import Config, microbatches, tokens_per_step
 from shoal.core.consensus.certificates import can_agree, casting_voter
-from shoal.core.messages import Peer, View
+from shoal.core.messages import Peer, Phase, View
 from shoal.dashboard import plot
 from shoal.dashboard.account import PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, Snapshot
@@ -253,6 +253,7 @@ class RunMonitor:
             state=self._state(),
             first_step=self.resumed.first_step,
             losses=self.losses(),
+            heldout=view.heldout if view is not None else None,
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
             step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
@@ -291,6 +292,7 @@ class RunMonitor:
             steps=totals.steps,
             losses=losses,
             final_loss=losses[-1] if losses else None,
+            heldout=self.books.view.heldout if self.books.view is not None else None,
             issued=totals.issued,
             committed=totals.committed,
             redone=totals.redone,
@@ -362,7 +364,9 @@ class RunMonitor:
                 return f"waiting for {missing} of {self.config.run.peers} peers to join"
             ready += sum(member.peer not in self.labels for member in view.members)
             return f"{ready} of {self.config.run.peers} peers ready"
-        return "writing the last checkpoint" if view.step >= self.config.run.steps else ""
+        if view.phase is not Phase.SAVING:
+            return ""
+        return "measuring held-out samples" if view.owners else "writing the last checkpoint"
 
 
 class MajorityWatch:

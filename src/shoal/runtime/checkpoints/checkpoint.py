@@ -170,10 +170,10 @@ class Store:
             self._reveal(step, {*files, MARKER})
         return self.path(step)
 
-    def prune(self, keep: int) -> tuple[str, ...]:
-        """Delete this run's checkpoints but the newest `keep` (0: none), and what was left unfinished before them."""
+    def prune(self, keep: int, best: int = 0) -> tuple[str, ...]:
+        """Delete this run's checkpoints but the newest `keep` (0: none) and that of step `best`, and what was left unfinished before."""
         whole = [entry for entry in self.catalog.entries() if not entry.wrong]
-        old = [entry.step for entry in whole[keep:]] if keep > 0 else []
+        old = [entry.step for entry in whole[keep:] if entry.step != best] if keep > 0 else []
         for step in old:
             self._remove(step)
         if whole:

@@ -458,7 +458,7 @@ class TaskRunner:
         store = self._place()
         path = store.publish(task.step, task.records, self._about, task.copies)
         try:
-            store.prune(self._config.checkpoint.keep)
+            store.prune(self._config.checkpoint.keep, task.best)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)
         return Result(record=path)

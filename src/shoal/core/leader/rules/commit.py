@@ -98,7 +98,7 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
 
 def saves(step: int, settings: Settings) -> bool:
     """A checkpoint of that version of the parameters is to be written."""
-    if step >= settings.steps and settings.save_last:
+    if (step >= settings.steps and settings.save_last) or (settings.save_measured and settings.heldout_at(step)):
         return True
     return settings.save_every > 0 and step % settings.save_every == 0
 

@@ -9,7 +9,7 @@ const AXES = { time_s: clock, tokens: short, step: short };
 export class Charts {
   constructor(loss, rate) {
     this.places = { loss, rate };
-    this.columns = { step: [], time_s: [], tokens: [], loss: [], tokens_per_s: [] };
+    this.columns = { step: [], time_s: [], tokens: [], loss: [], heldout_loss: [], tokens_per_s: [] };
     this.axis = "time_s";
     this.predicted = null;
     this.plots = [];
@@ -24,7 +24,7 @@ export class Charts {
     }
     if (this.columns.step.length > MOST)
       for (const name of Object.keys(this.columns)) this.columns[name] = this.columns[name].filter((_, at) => at % 2);
-    if (!this.plots.length) this.build();
+    if (!this.plots.length || this.heldOut() !== this.measured) this.build();
     else if (replace || steps.step.length) this.draw();
   }
 
@@ -39,11 +39,15 @@ export class Charts {
     this.build();
   }
 
+  heldOut() {
+    return this.columns.heldout_loss.some((value) => value !== null);
+  }
+
   data() {
-    const { loss, tokens_per_s } = this.columns, x = this.columns[this.axis];
+    const { loss, heldout_loss, tokens_per_s } = this.columns, x = this.columns[this.axis];
     const smooth = smoothed(loss, Math.floor(loss.length / SMOOTH));
     const predicted = this.predicted === null ? [] : [x.map(() => this.predicted)];
-    return [[x, loss, smooth], [x, tokens_per_s, ...predicted]];
+    return [[x, loss, smooth, ...(this.heldOut() ? [heldout_loss] : [])], [x, tokens_per_s, ...predicted]];
   }
 
   build() {
@@ -54,10 +58,11 @@ export class Charts {
     const value = shown(short);
     const line = (label, stroke, width, more = {}) => ({ label, stroke: colour(stroke), width, value, points: { show: this.columns.step.length < 3 }, ...more });
     const kinds = [
-      [line("loss", "--raw", 1), line("smoothed", "--accent", 2.5)],
+      [line("loss", "--raw", 1), line("smoothed", "--accent", 2.5), ...(this.heldOut() ? [line("held out", "--slow", 2, { spanGaps: true, points: { show: true } })] : [])],
       [line("tokens/s", "--accent", 2, { fill: colour("--accent-soft") }), ...(this.predicted === null ? [] : [line("predicted", "--slow", 2, { dash: [8, 6] })])],
     ];
     this.plots.forEach((plot) => plot.destroy());
+    this.measured = this.heldOut();
     const size = parseFloat(getComputedStyle(document.documentElement).fontSize), format = AXES[this.axis];
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: `${Math.round(0.8 * size)}px system-ui, sans-serif` };
     const sync = uPlot.sync("steps");
@@ -93,7 +98,8 @@ export class Charts {
       if (!known.length) return `No ${unit} yet`;
       return `${unit}: ${trimmed(known[0])} at first, ${trimmed(known.at(-1))} now, between ${trimmed(known.reduce((a, b) => Math.min(a, b)))} and ${trimmed(known.reduce((a, b) => Math.max(a, b)))}, over ${this.columns.step.at(-1)} steps`;
     };
-    this.places.loss.setAttribute("aria-label", words(this.columns.loss, "Loss"));
+    const heldOut = this.heldOut() ? `; ${words(this.columns.heldout_loss, "Held-out loss")}` : "";
+    this.places.loss.setAttribute("aria-label", words(this.columns.loss, "Loss") + heldOut);
     const predicted = this.predicted === null ? "" : `; ${trimmed(this.predicted)} predicted`;
     this.places.rate.setAttribute("aria-label", words(this.columns.tokens_per_s, "Tokens per second") + predicted);
   }
