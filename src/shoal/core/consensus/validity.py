@@ -32,7 +32,13 @@ def skipped_in_a_row(view: View) -> int:
 
 def _shape(view: View, settings: Settings) -> str:
     """What is wrong with a view by itself."""
-    return _members(view, settings) or _numbers(view, settings) or misplaced(view, settings) or _last(view, settings)
+    return (
+        _members(view, settings)
+        or _numbers(view, settings)
+        or misplaced(view, settings)
+        or _measured(view, settings)
+        or _last(view, settings)
+    )
 
 
 def _members(view: View, settings: Settings) -> str:
@@ -59,10 +65,18 @@ def _numbers(view: View, settings: Settings) -> str:
     return ""
 
 
+def _measured(view: View, settings: Settings) -> str:
+    """What is wrong with the held-out losses that a view names."""
+    last, held = view.last, view.heldout
+    if held is not None and not (0.0 <= held.best_loss <= held.loss < math.inf and held.step <= view.step):
+        return f"the held-out loss {held} at step {view.step}"
+    if last is None or last.heldout is None or (0.0 <= last.heldout < math.inf and settings.heldout_at(last.step)):
+        return ""
+    return f"a commit with the held-out loss {last.heldout}"
+
+
 def _last(view: View, settings: Settings) -> str:
-    last, heldout = view.last, view.heldout
-    if heldout is not None and not (0.0 <= heldout.best_loss <= heldout.loss < math.inf and heldout.step <= view.step):
-        return f"the held-out loss {heldout} at step {view.step}"
+    last = view.last
     if last is None:
         return ""
     if last.skipped:
@@ -71,8 +85,6 @@ def _last(view: View, settings: Settings) -> str:
         return f"a commit of {len(last.groups)} groups and {len(last.digests)} digests at {settings.stages} stages"
     if not (math.isfinite(last.norm) and last.norm >= 0.0):
         return f"a commit with the norm {last.norm}"
-    if last.heldout is not None and not (0.0 <= last.heldout < math.inf and settings.heldout_at(last.step)):
-        return f"a commit with the held-out loss {last.heldout}"
     if last.counted > settings.microbatches * settings.tokens:
         return f"a commit of {last.counted} counted tokens of {settings.microbatches * settings.tokens}"
     return ""

@@ -108,13 +108,10 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
 
     In the middle of the next step, with delayed updates, nobody leaves, and no peer enters that was removed from it."""
     heldout = view.heldout if last.heldout is None else measured(view.heldout, last.step, last.heldout)
-    then = msgspec.structs.replace(view, step=view.step + 1, heldout=heldout)
-    over, goes_on = ended(then, settings), view.ahead
-    measures = over and settings.heldout_at(then.step) > 0
-    if over and then.step < settings.steps and heldout is not None:
-        outcome += (
-            f"; the run stops early: no held-out loss below {heldout.best_loss:.4f} since step {heldout.best_step}"
-        )
+    over, goes_on = ended(msgspec.structs.replace(view, step=view.step + 1, heldout=heldout), settings), view.ahead
+    if over and view.step + 1 < settings.steps and heldout is not None:
+        since = f"since step {heldout.best_step}"
+        outcome += f"; the run stops early: no held-out loss below {heldout.best_loss:.4f} {since}"
     leaves = facts.requests.leaves
     new = _took_part(view, last)
     leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
@@ -128,8 +125,8 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
         step=view.step + 1,
         members=members,
         joining=joining,
-        owners=_owners(view, members, facts, settings) if not over or measures else (),
-        phase=Phase.TRAINING if not over else Phase.SAVING if last.save or measures else Phase.FINISHED,
+        owners=_owners(view, members, over, facts, settings),
+        phase=_phase(view.step + 1, last, settings) if over else Phase.TRAINING,
         heldout=heldout,
         last=last,
         account=_account(view, last, new, settings.microbatches, begins=not (over or goes_on)),
@@ -149,8 +146,15 @@ def _moves(
     return rebalance(before_the_next_step(members, joining, view, facts, settings, now))
 
 
-def _owners(view: View, members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[int, ...]:
-    """Of the next step's microbatches; with delayed updates they have begun."""
+def _phase(step: int, last: Committed, settings: Settings) -> Phase:
+    """After the last step, with the parameters of version `step`."""
+    return Phase.SAVING if last.save or settings.heldout_at(step) else Phase.FINISHED
+
+
+def _owners(view: View, members: tuple[Member, ...], over: bool, facts: Facts, settings: Settings) -> tuple[int, ...]:
+    """Of the next step's microbatches; with delayed updates they have begun. After the last step only held-out ones are left."""
+    if over and not settings.heldout_at(view.step + 1):
+        return ()
     if view.ahead:
         return inherit(view, members, ())
     rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}

@@ -38,21 +38,25 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         if member not in ready
     )
     new = tuple(member for member in view.joining if member in ready) if view.epoch else ()  # since the first start
-    trains, over = not settings.serve, ended(view, settings)
     reason = f"{len(ready)} peers hold all {settings.stages} stages: step {view.step} begins"
     view = successor(
         view,
         [reason],
         members=arrived(ready, view.number + 1),
         joining=rest,
-        owners=owners_of(ready, settings.count(view.step) * trains)
-        if not over or settings.heldout_at(view.step)
-        else (),
-        phase=Phase.SAVING if over else Phase.TRAINING,
+        owners=owners_of(ready, _count(view, settings)),
+        phase=Phase.SAVING if ended(view, settings) else Phase.TRAINING,
         fenced=(),
-        account=counting(view.account, new, issued=settings.microbatches * trains),
+        account=counting(view.account, new, issued=settings.microbatches * (not settings.serve)),
     )
     return Proposal(view)
+
+
+def _count(view: View, settings: Settings) -> int:
+    """Microbatches of the first step. After the last one only held-out ones are left, if there are any."""
+    if settings.serve or (ended(view, settings) and not settings.heldout_at(view.step)):
+        return 0
+    return settings.count(view.step)
 
 
 def finish(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
