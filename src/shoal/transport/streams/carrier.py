@@ -68,6 +68,9 @@ class Carrier(Protocol[Route]):
     def failed(self, peer: Peer, route: Route, reason: str) -> bool:
         """The route does not work. True: `route` now returns another one, to be tried at once."""
 
+    def stalled(self, peer: Peer) -> None:
+        """A connection to that peer stood, and what was sent on it did not arrive. In an engine's thread."""
+
     def forget(self, peer: Peer) -> None: ...
 
     async def close(self) -> None: ...

@@ -143,6 +143,8 @@ class Sender(Generic[Route]):
             queue.connection = None
             if not established and self._carrier.failed(queue.peer, route, str(error) or type(error).__name__):
                 return self._serve(queue)
+            if established and isinstance(error, TimeoutError):
+                self._carrier.stalled(queue.peer)
             queue.clear()
         self._presence.disconnected(queue.peer, error, always=not established)
 
