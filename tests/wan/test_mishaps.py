@@ -193,6 +193,48 @@ def test_a_clock_that_jumps_breaks_no_connection(real: ModuleType, folder: Path,
         a.close(), b.close()
 
 
+# A gossip directory; prints its address, and the names it finds once it knows of two peers.
+FINDER = """
+import asyncio, sys, time
+from shoal.transport.directory.directory import Gossip
+from shoal.transport.directory.records import PeerRecord
+from shoal.transport.identity.identity import Identity
+from shoal.transport.identity.invite import read_invite
+
+invite, host, *bootstrap = sys.argv[1:]
+
+async def main():
+    identity = Identity.new()
+    membership = read_invite(invite, time.time()).membership(identity)
+    own = PeerRecord(membership.run, identity.name, host, 5)
+    directory = Gossip(identity, membership, own, tuple(bootstrap), lambda record: None)
+    await directory.start()
+    print(*directory.addresses, flush=True)
+    while len(await directory.peers()) < 2:
+        await directory.announce()
+        await asyncio.sleep(0.1)
+    print("found", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_bootstrap_name_that_no_server_resolves_holds_nobody_up(real: ModuleType, folder: Path) -> None:
+    """The name servers are silent: the system asks them for longer than a directory waits."""
+    invite = (folder / "invite").read_text()
+    with real.Lab(real.Topology(("a", "b"))) as lab:
+        words = [sys.executable, "-c", FINDER, invite]
+        b = lab.start("b", [*words, "11.77.0.2"], stdout=subprocess.PIPE, text=True)
+        known = b.stdout.readline().strip()
+        lab.configure("a", "ip route add default dev wan0")
+        a = lab.start("a", [*words, "11.77.0.1", "shoal.invalid:9", known], stdout=subprocess.PIPE, text=True)
+        for process in (a, b):
+            while process.stdout.readline() != "found\n":
+                assert process.poll() is None
+            process.stdout.close()
+
+
 def test_peers_with_ipv6_alone_meet(real: ModuleType, folder: Path) -> None:
     with real.Lab(real.Topology(("a", "b"), ipv6=("a", "b"))) as lab:
         a, b = Peer(lab, folder, "a", "b", "::"), Peer(lab, folder, "b", "a", "::")
