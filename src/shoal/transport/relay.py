@@ -28,6 +28,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.core.messages import Peer
+from shoal.escaping import UNDECODABLE
 from shoal.transport.addresses import is_loopback
 from shoal.transport.budget import Allowance, Budget
 from shoal.transport.directory.background_loop import BackgroundLoop
@@ -106,7 +107,7 @@ def checked(data: bytes, relay: str, nonce: bytes, membership: Membership) -> Re
     """ValueError says why the relay with that key refuses the request."""
     try:
         asked = _REQUESTS.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise ValueError("a malformed request to a relay") from None
     if key_id_of(asked.name) != key_id(asked.public):
         raise ValueError(f"{asked.name}: a request with another peer's key")

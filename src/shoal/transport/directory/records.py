@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
+from shoal.escaping import UNDECODABLE
 from shoal.transport.addresses import hosts, usable_elsewhere
 from shoal.transport.budget import Allowance, Budget, Budgets
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
@@ -112,7 +113,7 @@ def opened(data: bytes, run: str, now: float) -> tuple[PeerRecord, Sealed]:
     try:
         sealed = _SEALED.decode(data)
         record = _RECORDS.decode(sealed.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"not a record: {error}") from None
     if record.run != run:
         raise ValueError(f"{record.peer} takes part in another run")
