@@ -3,9 +3,10 @@
     python benchmarks/wan_bulk.py [--lines even,20 ...] [--flows stream,turns,four,bursts] [--congestion cubic] [--repeats 2]
 
 Host a sends tensors of 8 MB: `stream` four at once to one host, `turns` one at a time to one host, `four` two at once to each of four
-hosts, `bursts` one at a time to each of four. Each flow is measured in turns over plain TCP sockets (the kernel's congestion control, one
-socket per receiver) and over our transport, in one lab. Value: the smallest ratio of our rate to the plain socket's; the setting has each
-rate in MB/s, the line's round trip, and that of control messages under this load.
+hosts, `bursts` one at a time to each of four, `joiner` two at once to each of two hosts while two others download state: its ratio is of
+the tensors' rate to the same without the download. Each flow is measured in turns over plain TCP sockets (one per receiver, with the
+system's congestion control or the given one) and over our transport, in one lab. Value: the smallest ratio of
+our rate to the plain socket's; the setting has each rate in MB/s, the line's round trip, and that of control messages under this load.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HOSTS = ("a", "b", "c", "d", "e")
 WANTED = 0.95  # of the plain socket
 ABOUT_S = 5.0  # that a transfer should take at the line's rate
 LEAST = 2  # tensors of a transfer
-FLOWS = {"stream": 4, "turns": 1, "four": 2, "bursts": 1}  # tensors at once to each receiver
+FLOWS = {"stream": 4, "turns": 1, "four": 2, "bursts": 1, "joiner": 2}  # tensors at once to each receiver
 
 
 def line(rate: str, delay: str, down: str = "", loss: float = 0.0, buffer: str = "200 ms") -> Topology:
@@ -59,20 +60,22 @@ LINES = {
 
 
 def transfers(topology: Topology, flow: str, repeats: int) -> list[Transfer]:
-    receivers = [topology.address(host) for host in topology.hosts[1 : 5 if flow in ("four", "bursts") else 2]]
+    last = {"four": 5, "bursts": 5, "joiner": 3}.get(flow, 2)
+    receivers = [topology.address(host) for host in topology.hosts[1:last]]
     rate_Bps = units.parse(topology.access[0].up, "_Bps") / len(receivers)
     count = max(LEAST, round(ABOUT_S * rate_Bps / TENSOR_BYTES))
+    if flow == "joiner":
+        alone = Transfer(receivers, count, FLOWS[flow], over=("shoal",))
+        beside = [topology.address(host) for host in topology.hosts[3:5]]
+        return [alone, msgspec.structs.replace(alone, beside=beside)] * repeats
     return [Transfer(receivers, count, FLOWS[flow])] * repeats
 
 
 def measure(topology: Topology, flow: str, repeats: int, congestion: str) -> dict[str, float]:
     plan = transfers(topology, flow, repeats)
     with Lab(topology) as lab:
-        for host in topology.hosts:
-            if congestion:
-                lab.start(host, ["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={congestion}"]).wait()
         results = transferred(lab, plan, congestion)
-    return summary(topology, plan[0], results)
+    return joined(plan, results) if flow == "joiner" else summary(topology, plan[0], results)
 
 
 def transferred(lab: Lab, plan: list[Transfer], congestion: str = "") -> list[Measured]:
@@ -82,7 +85,7 @@ def transferred(lab: Lab, plan: list[Transfer], congestion: str = "") -> list[Me
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "invite").write_text(Authority.new().invite((), time.time() + 3600))
         receivers = []
-        for host in others[: len(plan[0].receivers)]:
+        for host in others[: len(plan[0].receivers) + max(len(each.beside) for each in plan)]:
             words = ["receive", folder, lab.topology.address(host), lab.topology.address(first)]
             receivers.append(lab.start(host, [sys.executable, str(ENDPOINT), *words], env=environment))
         words = ["send", folder, lab.topology.address(first), msgspec.json.encode(plan).decode()]
@@ -114,11 +117,24 @@ def summary(topology: Topology, transfer: Transfer, results: list[Measured]) -> 
     return {key: float(f"{value:.3g}") for key, value in row.items()}
 
 
+def joined(plan: list[Transfer], results: list[Measured]) -> dict[str, float]:
+    """Tensors with state for two joiners beside them, over tensors alone."""
+    row: dict[str, float] = {}
+    for name, kept in (("alone", results[::2]), ("beside", results[1::2])):
+        row[f"{name}_MBps"] = (
+            plan[0].count * len(plan[0].receivers) * TENSOR_BYTES / 1e6 / median(each.seconds for each in kept)
+        )
+        row[f"{name}_p99_ms"] = 1000 * quantile([trip_s for each in kept for trip_s in each.round_trips_s], 0.99)
+    row["state_MBps"] = median(each.beside_bytes / 1e6 / each.seconds for each in results[1::2])
+    row["ratio"] = row["beside_MBps"] / row["alone_MBps"]
+    return {key: float(f"{value:.3g}") for key, value in row.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lines", default="even", help=f"of {','.join(LINES)}, or all; default: even")
     parser.add_argument("--flows", default=",".join(FLOWS))
-    parser.add_argument("--congestion", default="", help="what the kernel offers instead of its default, such as cubic")
+    parser.add_argument("--congestion", default="", help="of all sockets, such as cubic where the kernel offers no BBR")
     parser.add_argument("--repeats", type=int, default=2)
     asked = parse(parser)
     if lacking := missing():
@@ -132,7 +148,7 @@ def main() -> None:
                 f"{name:>8} {flow:6}", *(f"{key} {value:g}" for key, value in row.items()), file=sys.stderr, flush=True
             )
     worst = min(row["ratio"] for row in rows.values())
-    setting = {"congestion": asked.congestion or "as the kernel's default", "lines": rows}
+    setting = {"congestion": asked.congestion or "ours asks for BBR", "lines": rows}
     report("bulk over real lines", worst, "of the plain socket's rate", at_least(WANTED), setting, asked.record)
 
 

@@ -25,21 +25,25 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.messages import BoundaryTensor, Recall, Refused
+from shoal.core.messages import BoundaryTensor, Chunk, Recall, Refused
 from shoal.transport.base import Blob, Incoming
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import read_invite
+from shoal.transport.streams import carrier
 from shoal.transport.tls import TlsTransport
 
 TENSOR_BYTES = 8 << 20
+STATE_BYTES = 1 << 20  # of a chunk of state
 PLAIN_PORT = 9000
 PING_EVERY_S = 0.05
+CONGESTION = os.environ.get("WAN_CONGESTION", "").encode()
 
 
 class Transfer(msgspec.Struct, frozen=True):
     receivers: list[str]
     count: int  # tensors to each
     window: int  # of them at once
+    beside: list[str] = []  # receivers of state meanwhile, over our transport alone
     over: tuple[str, ...] = ("plain", "shoal")
 
 
@@ -47,12 +51,13 @@ class Measured(msgspec.Struct, frozen=True):
     over: str  # plain, shoal
     seconds: float
     round_trips_s: list[float]
+    beside_bytes: int = 0
 
 
 def main() -> None:
     role, folder, address, *words = sys.argv[1:]
-    if os.environ.get("WAN_CONGESTION"):
-        del socket.TCP_CONGESTION  # type: ignore[attr-defined]  # as on a system without a choice: its own is used
+    if CONGESTION:
+        carrier.CONGESTION = CONGESTION
     if role == "receive":
         asyncio.run(receive(Path(folder), address, words[0]))
     else:
@@ -69,6 +74,8 @@ def transport(folder: Path, address: str) -> TlsTransport:
 
 def prompt(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if CONGESTION:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
     return sock
 
 
@@ -100,8 +107,12 @@ async def receive(folder: Path, address: str, sender: str) -> None:
     while True:
         item = await ours.receive()
         if isinstance(item, Incoming):
-            index = item.message.index  # type: ignore[union-attr]
+            index = index_of(item.message)
             ours.send(item.peer, Refused(0, 0, index, 0, 0, False, ""))
+
+
+def index_of(message: Any) -> int:
+    return int(message.chunk if isinstance(message, Chunk) else message.index)
 
 
 def serve_plain(listener: socket.socket) -> None:
@@ -129,11 +140,12 @@ async def send(folder: Path, address: str, plan: list[Transfer]) -> None:
     data = os.urandom(TENSOR_BYTES)
     for transfer in plan:
         names = [await learn(folder, ours.transport, each) for each in transfer.receivers]
+        others = [await learn(folder, ours.transport, each) for each in transfer.beside]
         for over in transfer.over:
             measured = (
                 await asyncio.to_thread(plain, transfer, data)
                 if over == "plain"
-                else await ours.measure(transfer, names, data)
+                else await ours.measure(transfer, names, others, data)
             )
             print(msgspec.json.encode(measured).decode(), flush=True)
     listening.cancel()
@@ -205,8 +217,8 @@ class Ours:
             if not receipt.done():  # a ping that nobody waits for any more
                 receipt.set_result(None)
 
-    async def measure(self, transfer: Transfer, peers: list[str], data: bytes) -> Measured:
-        for peer in peers:
+    async def measure(self, transfer: Transfer, peers: list[str], others: list[str], data: bytes) -> Measured:
+        for peer in (*peers, *others):
             await self._ping(peer)
             await self._bulk(peer, data[:1])
         trips_s: list[float] = []
@@ -227,15 +239,26 @@ class Ours:
 
             await asyncio.gather(*(one() for _ in range(transfer.count)))
 
-        measuring = asyncio.create_task(pings())
+        moved_bytes = 0
+
+        async def state(peer: str) -> None:
+            nonlocal moved_bytes
+            while True:
+                await self._bulk(peer, data[:STATE_BYTES], state=True)
+                moved_bytes += STATE_BYTES
+
+        measuring = [asyncio.create_task(pings()), *(asyncio.create_task(state(peer)) for peer in others * 2)]
         start = time.perf_counter()
         await asyncio.gather(*map(stream, peers))
         seconds = time.perf_counter() - start
-        measuring.cancel()
-        return Measured("shoal", seconds, trips_s)
+        for each in measuring:
+            each.cancel()
+        return Measured("shoal", seconds, trips_s, moved_bytes)
 
-    async def _bulk(self, peer: str, data: bytes) -> None:
-        await self._ask(peer, BoundaryTensor(0, 0, self._serial, 1, False), (Blob("uint8", (len(data),), data),))
+    async def _bulk(self, peer: str, data: bytes, state: bool = False) -> None:
+        serial = self._serial
+        message = Chunk(0, 0, 0, serial) if state else BoundaryTensor(0, 0, serial, 1, False)
+        await self._ask(peer, message, (Blob("uint8", (len(data),), data),))
 
     async def _ping(self, peer: str) -> None:
         await self._ask(peer, Recall(0, 0, self._serial, 0, 0, 0))

@@ -76,6 +76,8 @@ def test_amounts_of_this_machine_are_judged() -> None:
     assert verdicts(*map(machine.descriptors, limits)) == [BAD, WARNING, GOOD, GOOD]
     assert "ulimit -n 4096" in machine.descriptors((512, 1 << 20)).advice
     assert "ulimit -n 700" in machine.descriptors((512, 700)).advice
+    assert verdicts(*map(machine.congestion, (False, True))) == [WARNING, GOOD]
+    assert "modprobe tcp_bbr" in machine.congestion(False).advice
     assert verdicts(machine.processor(2, 1.9), machine.processor(2, 2.1)) == [GOOD, WARNING]
     assert verdicts(*map(machine.clock, (None, 0, 5))) == [SKIPPED, GOOD, WARNING]
     assert verdicts(machine.own_addresses(()), machine.own_addresses(("10.0.0.1",))) == [WARNING, GOOD]

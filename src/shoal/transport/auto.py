@@ -145,6 +145,9 @@ class EitherCarrier:
         self._failed[peer] = DirectFailure(route, reason, time.monotonic() + AGAIN_S)
         return True
 
+    def stalled(self, peer: Peer) -> None:
+        self.tls.stalled(peer)
+
     def forget(self, peer: Peer) -> None:
         self.tls.forget(peer)
         self.libp2p.forget(peer)

@@ -2,8 +2,8 @@
 
 Timeouts, retries, bans and heartbeats are core's business, so a transport never waits for an answer and `send` never raises
 for a dead peer. One contract test (tests/contract) runs over every implementation. Control messages (no blobs) are ordered
-among themselves, and so is each rank of bulk messages (with blobs; core.messages.rank). Nothing waits behind a lower rank,
-and control behind no bulk: what is larger than a fragment is sent in fragments.
+among themselves, and so is each rank of bulk messages (with blobs; core.messages.rank). Nothing waits behind a whole message
+of a lower rank, and control behind no bulk: bulk is sent in fragments, of which every tenth may be of a lower rank.
 """
 
 from __future__ import annotations

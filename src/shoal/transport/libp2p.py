@@ -174,6 +174,9 @@ class Libp2p:
     def failed(self, peer: Peer, route: Route, reason: str) -> bool:
         return False  # there is no other
 
+    def stalled(self, peer: Peer) -> None:
+        return
+
     def forget(self, peer: Peer) -> None:
         self._routes.pop(peer, None)
 

@@ -6,6 +6,7 @@ A carrier (streams/carrier.py): it dials and accepts TCP connections; a peer pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 ADDRESSES = 4096  # remembered; the one updated longest ago is forgotten, as peers that live are announced again
 
 DIRECT_S = 1.0  # for a TCP connection to a peer that waits at relays: it has no open port, as a rule
+NARROW_BYTES = 1180  # of a segment: every tunnel carries 1,280 bytes with its headers, as IPv6 demands it
 DETACHED = "it is a relayed connection"
 
 Address = tuple[str, int]
@@ -80,6 +82,7 @@ class Tls:
         self._answering = server_context(identity)
         self._routes: dict[Peer, list[Hop]] = {}  # the one to try next first
         self._tries: dict[Peer, int] = {}  # routes to a peer that have failed since one worked
+        self._narrow: set[Peer] = set()  # peers to which large packets may vanish
         self._bound: Address | None = None
         self._warnings = Warnings(log)
 
@@ -119,6 +122,9 @@ class Tls:
 
     def dial(self, connection: Connection, route: Hop, peer: Peer, direct_s: float = handshake.CONNECT_S) -> Opening:
         """`direct_s`: for the TCP connection alone."""
+        if peer in self._narrow:
+            with contextlib.suppress(AttributeError, OSError):  # this system does not know it
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, NARROW_BYTES)
         if not isinstance(route, RelayRoute):
             relayed = any(isinstance(each, RelayRoute) for each in self._routes.get(peer, ()))
             connection.deadline = time.monotonic() + (min(direct_s, DIRECT_S) if relayed else direct_s)
@@ -178,6 +184,7 @@ class Tls:
     def failed(self, peer: Peer, route: Hop, reason: str) -> bool:
         """The other routes to that peer are tried in turn, each once."""
         routes = self._routes.get(peer)
+        self.stalled(peer)  # perhaps: a handshake's packets are large, too
         if self._relays is not None and not isinstance(route, RelayRoute):
             self._relays.lost(peer, *route)
         if not routes:
@@ -191,7 +198,13 @@ class Tls:
         self._routes[peer] = [*routes[1:], route]
         return True
 
+    def stalled(self, peer: Peer) -> None:
+        """A tunnel on the way may drop packets of full size without a word: the next connections have smaller ones."""
+        if len(self._narrow) < ADDRESSES:
+            self._narrow.add(peer)
+
     def forget(self, peer: Peer) -> None:
+        self._narrow.discard(peer)
         self._routes.pop(peer, None)
         self._tries.pop(peer, None)
 

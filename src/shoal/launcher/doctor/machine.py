@@ -20,6 +20,7 @@ from shoal.launcher import devices, preflight
 from shoal.launcher.doctor.finding import Finding, bad, good, graded, judged, skipped, warning
 from shoal.transport import addresses
 from shoal.transport.streams.admission import DESCRIPTOR_SHARE, MAX_ADMITTED
+from shoal.transport.streams.carrier import CONGESTION
 from shoal.units import size
 
 GIB = float(1 << 30)
@@ -41,6 +42,7 @@ def checks(config: Config) -> Iterator[Finding]:
     yield from ports(config)
     yield own_addresses((*addresses.usable(socket.AF_INET), *addresses.usable(socket.AF_INET6)))
     yield clock(_clock_state())
+    yield congestion(_has_bbr())
 
 
 def python() -> Finding:
@@ -178,6 +180,28 @@ def clock(state: int | None) -> Finding:
         )
         return warning("clock", "nothing keeps it right, as far as this system says", advice)
     return good("clock", "kept right by this system")
+
+
+def congestion(has_bbr: bool | None) -> Finding:
+    if has_bbr is None:
+        return skipped("long lines", "this system does not let a program choose how TCP follows a line")
+    if has_bbr:
+        return good("long lines", "TCP with BBR")
+    words = "sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr', after sudo modprobe tcp_bbr"
+    return warning(
+        "long lines", "TCP without BBR: where 1 packet of 1,000 is lost, 100 ms away, 2 MB/s are left of 20", words
+    )
+
+
+def _has_bbr() -> bool | None:
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return None
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
+        except OSError:
+            return False
+    return True
 
 
 def _clock_state() -> int | None:

@@ -13,6 +13,7 @@ from shoal.core.messages import Peer
 from shoal.transport.streams.channel import UNSENT_BYTES, Uplink
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 
+CONGESTION = b"bbr"  # where the system has it: holds its rate on long lines with losses, where cubic falls to a tenth
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 
 
@@ -67,6 +68,9 @@ class Carrier(Protocol[Route]):
     def failed(self, peer: Peer, route: Route, reason: str) -> bool:
         """The route does not work. True: `route` now returns another one, to be tried at once."""
 
+    def stalled(self, peer: Peer) -> None:
+        """A connection to that peer stood, and what was sent on it did not arrive. In an engine's thread."""
+
     def forget(self, peer: Peer) -> None: ...
 
     async def close(self) -> None: ...
@@ -82,7 +86,7 @@ def tuned(sock: socket.socket) -> socket.socket:
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", DEAD_LINE_MS),
         ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-        ("TCP_CONGESTION", b"bbr"),  # holds its rate on long lines with losses, where cubic falls to a tenth
+        ("TCP_CONGESTION", CONGESTION),
     )
     for name, value in wishes:
         try:

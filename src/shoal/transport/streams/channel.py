@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from shoal.transport.streams.congestion import Acknowledged, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
+from shoal.transport.streams.send_queue import RankTurns
 
 WRITE_BYTES = 256 << 10  # encrypted and handed to a socket at once
 QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
@@ -42,14 +43,15 @@ class Sent:
 
 
 class Uplink:
-    """Shared by the outgoing bulk of all connections, which write in turn while the window has room. In the engine's thread.
+    """Shared by the outgoing bulk of all connections, which write by rank and in turn while the window has room. In the engine's thread.
 
     Where the system does not say what was acknowledged, nothing is limited."""
 
     def __init__(self) -> None:
         self._window = UplinkWindow()
         self._sent: dict[Connection, Sent] = {}
-        self._turns: deque[Connection] = deque()
+        self._waiting: deque[Connection] = deque()
+        self._ranks = RankTurns()
         self._outstanding_bytes = 0
         self._measured_at = 0.0
 
@@ -74,6 +76,7 @@ class Uplink:
                 if connection in self._sent:
                     self._sent[connection].written_bytes += nbytes
                     self._outstanding_bytes += nbytes
+                    self._ranks.took(connection.rank, {each.rank for each in self._waiting})
                 self._end_turn(connection)
         finally:
             self._end_turn(connection)
@@ -82,24 +85,28 @@ class Uplink:
         """0: it is not this connection's turn, and it is woken then; or there is no room, and it looks again soon."""
         if connection not in self._sent:
             return QUANTUM_BYTES
-        if connection not in self._turns:
-            self._turns.append(connection)
+        if connection not in self._waiting:
+            self._waiting.append(connection)
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_S:
             self._measure(now)
-        if self._turns[0] is not connection:
+        if self._next() is not connection:
             return 0
         room = self._window.room_bytes(self._outstanding_bytes)
         if not room:
             connection.resume_at = now + RESUME_S
-        return min(room, PIECE_BYTES) if len(self._turns) > 1 else room
+        return min(room, PIECE_BYTES) if len(self._waiting) > 1 else room
 
     def _end_turn(self, connection: Connection) -> None:
-        if connection in self._turns:
-            first = self._turns[0] is connection
-            self._turns.remove(connection)
-            if first and self._turns and self._turns[0].engine is not None:
-                self._turns[0].engine.wake(self._turns[0])
+        if connection in self._waiting:
+            self._waiting.remove(connection)
+            if self._waiting and (first := self._next()).engine is not None:
+                first.engine.wake(first)
+
+    def _next(self) -> Connection:
+        """The one that waits longest, of the rank that goes next."""
+        rank = self._ranks.next({each.rank for each in self._waiting})
+        return next(each for each in self._waiting if each.rank == rank)
 
     def _measure(self, now: float) -> None:
         self._measured_at = now

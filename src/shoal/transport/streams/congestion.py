@@ -34,6 +34,8 @@ UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = (
     1 / 10,
 )  # of queue: a time, and a part of the round trip; a busy machine writes late
 ROUND_S = 0.02  # at least
+STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
+MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
 RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's downlink pass in this time
 FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
 FOREIGN_S = 30.0  # after which that is looked at again
@@ -162,7 +164,13 @@ class UplinkWindow:
         if queue_s < allowed_s / 2:
             room_s = max(room_s, base_s * self._growth)
         least_bytes = FIRST_BYTES if self._growth == FIRST_GROWTH else LEAST_WINDOW_BYTES
-        self.size_bytes = max(least_bytes, int(self._highest_Bps(now) * room_s))
+        # Bytes that are sent again, or wait unsent, take longer than a round trip and no place in a queue
+        factor = min(1.0, (base_s + allowed_s) / (base_s + queue_s))
+        if self._used and queue_s < allowed_s / 2:
+            factor = STEP
+        most_bytes = MOST_TRIPS * self._highest_Bps(now) * (base_s + allowed_s)
+        follows_queue = int(min(self.size_bytes * factor, most_bytes))
+        self.size_bytes = max(least_bytes, follows_queue, int(self._highest_Bps(now) * room_s))
         self._round_s = (now, now + max(ROUND_S, base_s))
         self._acknowledged, self._used = [], False
 

@@ -53,6 +53,7 @@ class Connection:
         self.engine: Engine | None = None
         self.deadline: float | None = None  # time.monotonic() by which it must have cleared this
         self.resume_at: float | None = None  # time.monotonic() at which to look again, whatever it waits for
+        self.rank = 0  # of the bulk that it sends
         self.mask = 0
         self.closed = False
         self.relayed = False  # it was made by this side, and comes from a relay

@@ -1,16 +1,39 @@
-"""Frames that wait to be sent to one peer on one kind of stream: bounded, and shared by two threads. For sender.py."""
+"""Frames that wait to be sent to one peer on one kind of stream: bounded, and shared by two threads. For sender.py.
+
+And which rank of bulk goes next, of those that wait for one peer and of all peers' that wait for the uplink (channel.py).
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 
 from shoal.core.messages import RANKS, Peer
 from shoal.transport.base import StreamKind
 from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
 
+PASSED = 9  # fragments of higher ranks that go before one of a lower: state for a joiner costs hops a tenth of a line, and moves
 SHARE_BYTES = 256 << 10  # that may wait for one peer even when all queues together are full
+
+
+class RankTurns:
+    """The highest waiting rank goes next, and each lower one after it was passed over PASSED times: averaging fills a line for minutes, and
+    a joiner's state would stand still."""
+
+    def __init__(self) -> None:
+        self._passed = [0] * RANKS
+
+    def next(self, waiting: Collection[int]) -> int:
+        return min((rank for rank in waiting if self._passed[rank] >= PASSED), default=min(waiting))
+
+    def took(self, turn: int, waiting: Collection[int]) -> None:
+        """`turn` has gone, while these waited."""
+        for rank in waiting:
+            if rank > turn:
+                self._passed[rank] += 1
+        self._passed[turn] = 0
 
 
 class QueuedBytes:
@@ -35,6 +58,7 @@ class SendQueue:
         self.connection: Connection | None = None  # engine's thread only
         self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
         self._written = [0] * RANKS  # bytes of each rank's first frame that have been written
+        self._turns = RankTurns()
         self._bytes = 0
         self._limit_bytes = limit_bytes
         self._total = total
@@ -58,18 +82,20 @@ class SendQueue:
         return self._bytes == 0 and self.connection is None
 
     def first(self) -> tuple[Frame, int] | None:
-        """The first frame of the highest rank, and how many of its bytes are written. `advance` removes it after the last one."""
+        """The first frame of the rank that goes next, and how many of its bytes are written. `advance` removes it after the last one."""
         with self._lock:
-            for frames, written in zip(self._frames, self._written, strict=True):
-                if frames:
-                    return frames[0], written
-            return None
+            waiting = self._waiting()
+            if not waiting:
+                return None
+            rank = self._turns.next(waiting)
+            return self._frames[rank][0], self._written[rank]
 
     def advance(self, frame: Frame, nbytes: int) -> None:
         with self._lock:
             frames = self._frames[frame.rank]
             if not frames or frames[0] is not frame:  # the queue was cleared meanwhile
                 return
+            self._turns.took(frame.rank, self._waiting())
             self._written[frame.rank] += nbytes
             if self._written[frame.rank] == frame.nbytes:
                 frames.popleft()
@@ -82,6 +108,9 @@ class SendQueue:
                 frames.clear()
             self._written = [0] * RANKS
             self._count(-self._bytes)
+
+    def _waiting(self) -> list[int]:
+        return [rank for rank, frames in enumerate(self._frames) if frames]
 
     def _count(self, nbytes: int) -> None:
         self._bytes += nbytes

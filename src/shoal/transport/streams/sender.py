@@ -117,9 +117,9 @@ class Sender(Generic[Route]):
         connection.deadline = None
         self._carrier.reached(queue.peer, route)
         self._presence.connected(queue.peer)
-        yield from self._send_frames(stream.paced(self._uplink) if queue.kind == "bulk" else stream, queue)
+        yield from self._send_frames(connection, stream.paced(self._uplink) if queue.kind == "bulk" else stream, queue)
 
-    def _send_frames(self, stream: ByteStream, queue: SendQueue) -> Steps:
+    def _send_frames(self, connection: Connection, stream: ByteStream, queue: SendQueue) -> Steps:
         while True:
             first = queue.first()
             if first is None:
@@ -130,6 +130,7 @@ class Sender(Generic[Route]):
             nbytes = frame.nbytes
             if queue.kind == "bulk":  # one fragment, then the frame that has the highest rank by then
                 nbytes = min(FRAGMENT_BYTES, frame.nbytes - written)
+                connection.rank = frame.rank
                 yield from stream.write(fragment_head(frame.rank, nbytes))
             for piece in frame.pieces(written, nbytes):
                 yield from stream.write(piece)
@@ -142,6 +143,8 @@ class Sender(Generic[Route]):
             queue.connection = None
             if not established and self._carrier.failed(queue.peer, route, str(error) or type(error).__name__):
                 return self._serve(queue)
+            if established and isinstance(error, TimeoutError):
+                self._carrier.stalled(queue.peer)
             queue.clear()
         self._presence.disconnected(queue.peer, error, always=not established)
 
