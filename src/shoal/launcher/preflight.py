@@ -34,6 +34,7 @@ from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts
 from shoal.runtime.data.rows import WrongRow, checked, parsed
+from shoal.runtime.data.tokenizer import byte_letters
 from shoal.transport.addresses import listening, ports
 from shoal.units import size
 
@@ -253,11 +254,14 @@ def _torn(file: Path) -> str:
 
 
 def tokenizer(config: Config) -> Iterator[str]:
-    """Is it 'bytes', a directory with a tokenizer in it, or a name that is in the cache or on the hub?"""
+    """Is it 'bytes', a directory with a tokenizer in it, or a name that is in the cache or on the hub; and that of the model?"""
     name = config.data.tokenizer
-    if name == "bytes":
+    if config.data.source == "dataset":
         return
     place, where = Path(name).expanduser(), f"data.tokenizer = {name!r}"
+    yield from _another(config, place, where)
+    if name == "bytes":
+        return
     if place.exists():
         if not any((place / file).is_file() for file in TOKENIZER_FILES):
             yield f"{where} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); name a directory that does, or 'bytes'"
@@ -301,6 +305,29 @@ def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
             return  # which `model` tells, or dataset.py once the family's own configuration is read
     if ids > known:
         yield f"{where} has {ids} ids, {setting} = {known}; set {setting} to at least {ids}"
+
+
+def _another(config: Config, place: Path, where: str) -> Iterator[str]:
+    """Does it write text in other tokens than the model in model.path has learned? Only files here are compared."""
+    model = Path(config.model.path).expanduser()
+    if not config.model.path or model == place or not (theirs := _ids(model)):
+        return
+    ours = {letter: byte for byte, letter in enumerate(byte_letters())} if str(place) == "bytes" else _ids(place)
+    if other := next((token for token, number in ours.items() if theirs.get(token, number) != number), ""):
+        yield (
+            f"{where} is not the tokenizer of model.path = {config.model.path!r}: {other!r} is token {ours[other]}, and"
+            f" {theirs[other]} there; set data.tokenizer={config.model.path}"
+        )
+
+
+def _ids(place: Path) -> dict[str, int]:
+    """The tokens of a directory's tokenizer; none where it has none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab()
+    except Exception:  # noqa: BLE001 - the library raises bare Exception; `_vocabulary` tells of the run's own
+        return {}
 
 
 def _not_on_hub(name: str) -> str:
