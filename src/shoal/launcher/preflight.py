@@ -207,7 +207,7 @@ def adapter(config: Config) -> Iterator[str]:
         yield f"{where} is an adapter of the kind {kind}; LORA is read"
         return
     yield from _unlike(stored, tune, where)
-    base, here = Path(stored.get("base_model_name_or_path") or "nowhere"), Path(config.model.path).expanduser()
+    base, here = Path(str(stored.get("base_model_name_or_path") or "nowhere")), Path(config.model.path).expanduser()
     if base.is_dir() and (ends := _ends(base)) and ends != _ends(here):
         yield f"{where} was trained beside the model in {base}, and the weights in model.path = {config.model.path!r} are others"
     try:
