@@ -21,6 +21,7 @@ import msgspec
 from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
+from shoal.escaping import UNDECODABLE
 from shoal.host import free_bytes
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
@@ -106,7 +107,7 @@ def _tree(packed: bytes) -> dict[str, dict[str, Any]]:
         if inflating.unconsumed_tail:
             raise ValueError(f"more than {MOST_BYTES} bytes")
         return msgspec.json.decode(text, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, ValueError, zlib.error, RecursionError) as error:
+    except (ValueError, zlib.error, *UNDECODABLE) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None

@@ -22,11 +22,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal import importing
 from shoal.config import Config, Device, Tune
 from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
-from shoal.escaping import Faults, describe
+from shoal.escaping import UNDECODABLE, Faults, describe
 from shoal.launcher import devices
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
@@ -172,15 +174,29 @@ def shape(config: Config) -> Iterator[str]:
             yield describe(error)
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a header of safetensors."""
+
+    data_offsets: tuple[int, int]
+
+
 def _weights(place: Path, where: str) -> Iterator[str]:
     shards = [SINGLE]
     if (place / INDEX).is_file():
         try:
-            shards = sorted(set(json.loads((place / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+            index = msgspec.json.decode((place / INDEX).read_bytes(), type=_Index)
+            shards = sorted(set(index.weight_map.values()))
+        except (OSError, *UNDECODABLE) as error:
             yield f"{place / INDEX} is no index of weights ({type(error).__name__}); copy the model directory again"
             return
     for shard in shards:
+        if Path(shard).name != shard or not shard.isprintable():
+            yield f"{place / INDEX} names {shard!r}, which is no file of that directory"
+            return
         try:
             if wrong := _torn(place / shard):
                 yield f"{place / shard} {wrong}; copy the model directory again"
@@ -245,9 +261,10 @@ def _torn(file: Path) -> str:
         if there_bytes < 8 + header_bytes or header_bytes > 100 << 20:
             return "is no safetensors file, or its beginning alone"
         try:
-            header = json.loads(stream.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, AttributeError, TypeError):
+            header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            ends = [msgspec.json.decode(entry, type=_Entry).data_offsets[1] for entry in header.values()]
+        except UNDECODABLE:
             return "is no safetensors file: its header cannot be read"
     need_bytes = 8 + header_bytes + max(ends, default=0)
     return f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn" if there_bytes != need_bytes else ""
