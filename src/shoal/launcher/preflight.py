@@ -211,21 +211,21 @@ def adapter(config: Config) -> Iterator[str]:
         return
     place, where = Path(tune.adapter).expanduser(), f"tune.adapter = {tune.adapter!r}"
     try:
-        stored = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+        stored = msgspec.json.decode((place / "adapter_config.json").read_bytes(), type=dict[str, Any])
         kind = stored["peft_type"]
     except OSError:
         yield f"{where} has no adapter_config.json; it must be a directory that PEFT's save_pretrained or `shoal export --adapter` wrote"
         return
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, *UNDECODABLE):
         yield f"{place / 'adapter_config.json'} is no configuration of PEFT's; copy the directory again"
         return
     if kind != "LORA":
-        yield f"{where} is an adapter of the kind {kind}; LORA is read"
+        yield f"{where} is an adapter of the kind {kind!r}; 'LORA' is read"
         return
     yield from _unlike(stored, tune, where)
-    base, here = Path(str(stored.get("base_model_name_or_path") or "nowhere")), Path(config.model.path).expanduser()
-    if base.is_dir() and (ends := _ends(base)) and ends != _ends(here):
-        yield f"{where} was trained beside the model in {base}, and the weights in model.path = {config.model.path!r} are others"
+    base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
+    if os.path.isdir(base) and (ends := _ends(base)) and ends != _ends(here):
+        yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
     try:
         if wrong := _torn(place / ADAPTER):
             yield f"{place / ADAPTER} {wrong}; copy the directory again"
