@@ -131,6 +131,22 @@ def test_a_tokenizer_that_is_not_there_is_refused() -> None:
     assert faults(*of_model, "model.extra.vocab_size=300") == []
 
 
+def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
+    from tokenizers import Tokenizer, models
+
+    a_model()
+    for folder, letters in (("m", "abc"), ("same", "abcd"), ("other", "bac")):
+        Path(folder).mkdir(exist_ok=True)
+        vocab = {letter: number for number, letter in enumerate(letters)}
+        Tokenizer(models.BPE(vocab=vocab, merges=[])).save(f"{folder}/tokenizer.json")
+    words = ("model.path=m", "run.stages=1", "data.sequence=1")
+    assert faults(*words, "data.tokenizer=m") == faults(*words, "data.tokenizer=same") == []
+    (fault,) = faults(*words, "data.tokenizer=other")
+    assert "is not the tokenizer of model.path = 'm': " in fault and fault.endswith("set data.tokenizer=m")
+    (fault,) = faults(*words)
+    assert "data.tokenizer = 'bytes' is not the tokenizer of model.path = 'm': 'a' is token 97, and 0 there" in fault
+
+
 def test_chats_without_a_template_or_an_answer_are_refused() -> None:
     from tokenizers import Tokenizer, models
 

@@ -22,7 +22,7 @@ import torch
 from msgspec import inspect as types
 
 from shoal import codec, guest, trace
-from shoal.config import Config, reading
+from shoal.config import Config, Model, Tune, reading
 from shoal.core import messages as m
 from shoal.dashboard import account
 from shoal.forecasting import churn
@@ -275,6 +275,13 @@ def _weights_index(data: bytes) -> object:
     return list(preflight._weights(FOLDER / "model", "model.path"))
 
 
+def _adapter(data: bytes) -> object:
+    (FOLDER / "adapter").mkdir(exist_ok=True)
+    (FOLDER / "adapter" / "adapter_config.json").write_bytes(data)
+    tune = Tune(method="lora", adapter=str(FOLDER / "adapter"))
+    return list(preflight.adapter(Config(model=Model(path=str(FOLDER)), tune=tune)))
+
+
 def _torn(data: bytes) -> object:
     return _file(preflight._torn, "model.safetensors")(data)
 
@@ -315,6 +322,7 @@ TARGETS = (
     Target("faults", _file(faulty.read, "faults.json"), (), _one(b"[]")),
     Target("row", _line, (rows.WrongRow,), _one(b'{"text": "words"}')),
     Target("index", _weights_index, (), _one(b'{"weight_map": {"a": "model-1.safetensors"}}')),
+    Target("adapter", _adapter, (), _one(b'{"peft_type": "LORA", "r": 16, "lora_alpha": 32, "base_model_name_or_path": "b"}')),
     Target("safetensors", _torn, (), _states),
 )  # fmt: skip
 

@@ -131,7 +131,7 @@ def test_a_directory_that_is_no_adapter_is_refused(config: Config, tmp_path: Pat
     assert "pickled weights are not read" in faults(importing(config, adapter))[0]
     settings = adapter / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"peft_type": "IA3"}))
-    assert "of the kind IA3" in faults(importing(config, adapter))[0]
+    assert "of the kind 'IA3'" in faults(importing(config, adapter))[0]
     settings.write_text("[]")
     assert "no configuration of PEFT's" in faults(importing(config, adapter))[0]
 

@@ -124,6 +124,11 @@ def test_a_row_that_cannot_be_trained_on_is_refused_or_skipped_by_its_line(
     assert "rows.jsonl:2 is skipped" in caplog.text
 
 
+def test_a_corpus_of_wrong_rows_alone_is_refused_by_their_number(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no sample left: 2 rows are wrong and skipped"):
+        samples(a_config(tmp_path, [{"messages": []}] * 2, wrong_rows="skip"))
+
+
 def test_a_line_that_is_not_json_is_skipped_too_and_text_rows_likewise(tmp_path: Path) -> None:
     config = a_config(tmp_path, [{"text": "x" * 100}] * 2, format="text", tokenizer="bytes", wrong_rows="skip")
     with Path(config.data.path).open("a") as file:

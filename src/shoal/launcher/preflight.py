@@ -37,6 +37,7 @@ from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts
 from shoal.runtime.data.heldout import held_out
 from shoal.runtime.data.rows import WrongRow, checked, parsed
+from shoal.runtime.data.tokenizer import byte_letters
 from shoal.transport.addresses import listening, ports
 from shoal.units import size
 
@@ -214,21 +215,21 @@ def adapter(config: Config) -> Iterator[str]:
         return
     place, where = Path(tune.adapter).expanduser(), f"tune.adapter = {tune.adapter!r}"
     try:
-        stored = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+        stored = msgspec.json.decode((place / "adapter_config.json").read_bytes(), type=dict[str, Any])
         kind = stored["peft_type"]
     except OSError:
         yield f"{where} has no adapter_config.json; it must be a directory that PEFT's save_pretrained or `shoal export --adapter` wrote"
         return
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, *UNDECODABLE):
         yield f"{place / 'adapter_config.json'} is no configuration of PEFT's; copy the directory again"
         return
     if kind != "LORA":
-        yield f"{where} is an adapter of the kind {kind}; LORA is read"
+        yield f"{where} is an adapter of the kind {kind!r}; 'LORA' is read"
         return
     yield from _unlike(stored, tune, where)
-    base, here = Path(stored.get("base_model_name_or_path") or "nowhere"), Path(config.model.path).expanduser()
-    if base.is_dir() and (ends := _ends(base)) and ends != _ends(here):
-        yield f"{where} was trained beside the model in {base}, and the weights in model.path = {config.model.path!r} are others"
+    base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
+    if os.path.isdir(base) and (ends := _ends(base)) and ends != _ends(here):
+        yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
     try:
         if wrong := _torn(place / ADAPTER):
             yield f"{place / ADAPTER} {wrong}; copy the directory again"
@@ -274,11 +275,14 @@ def _torn(file: Path) -> str:
 
 
 def tokenizer(config: Config) -> Iterator[str]:
-    """Is it 'bytes', a directory with a tokenizer in it, or a name that is in the cache or on the hub?"""
+    """Is it 'bytes', a directory with a tokenizer in it, or a name that is in the cache or on the hub; and that of the model?"""
     name = config.data.tokenizer
-    if name == "bytes":
+    if config.data.source == "dataset":
         return
     place, where = Path(name).expanduser(), f"data.tokenizer = {name!r}"
+    yield from _another(config, place, where)
+    if name == "bytes":
+        return
     if place.exists():
         if not any((place / file).is_file() for file in TOKENIZER_FILES):
             yield f"{where} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); name a directory that does, or 'bytes'"
@@ -322,6 +326,29 @@ def _vocabulary(config: Config, file: Path, where: str) -> Iterator[str]:
             return  # which `model` tells, or dataset.py once the family's own configuration is read
     if ids > known:
         yield f"{where} has {ids} ids, {setting} = {known}; set {setting} to at least {ids}"
+
+
+def _another(config: Config, place: Path, where: str) -> Iterator[str]:
+    """Does it write text in other tokens than the model in model.path has learned? Only files here are compared."""
+    model = Path(config.model.path).expanduser()
+    if not config.model.path or model == place or not (theirs := _ids(model)):
+        return
+    ours = {letter: byte for byte, letter in enumerate(byte_letters())} if str(place) == "bytes" else _ids(place)
+    if other := next((token for token, number in ours.items() if theirs.get(token, number) != number), ""):
+        yield (
+            f"{where} is not the tokenizer of model.path = {config.model.path!r}: {other!r} is token {ours[other]}, and"
+            f" {theirs[other]} there; set data.tokenizer={config.model.path}"
+        )
+
+
+def _ids(place: Path) -> dict[str, int]:
+    """The tokens of a directory's tokenizer; none where it has none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab()
+    except Exception:  # noqa: BLE001 - the library raises bare Exception; `_vocabulary` tells of the run's own
+        return {}
 
 
 def _not_on_hub(name: str) -> str:

@@ -111,13 +111,13 @@ def load(model: PreTrainedModel, directory: str) -> None:
         for name, value in wanted.items():
             if name not in stored:
                 raise ValueError(f"tune.adapter = {directory!r} holds no {name}: {_OTHER_LAYERS}")
-            tensor = file.get_tensor(stored[name])
-            if tensor.shape != value.shape:
+            shape = tuple(file.get_slice(stored[name]).get_shape())
+            if shape != tuple(value.shape):
                 raise ValueError(
-                    f"tune.adapter = {directory!r} is of another base model: its {name} has shape {tuple(tensor.shape)}, and the"
-                    f" one in model.path needs {tuple(value.shape)}"
+                    f"tune.adapter = {directory!r} is of another base model: its {name} has shape {shape}, and the one in model.path"
+                    f" needs {tuple(value.shape)}"
                 )
-            value.copy_(tensor)
+            value.copy_(file.get_tensor(stored[name]))
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for name in stored:
         if name.partition(".lora_")[0] in linear:

@@ -124,6 +124,11 @@ def refuse_unfit(config: Config, tokenizer: Tokenizer) -> None:
 
 def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | None) -> PackedSamples:
     stock = read_tokens(corpus, Rows(config.data, tokenizer), cache)
+    if stock.skipped and len(stock.tokens) <= config.data.sequence:
+        raise ValueError(
+            f"data.path: {corpus.name} has no sample left: {stock.skipped} rows are wrong and skipped;"
+            " data.wrong_rows=refuse says what is wrong with the first"
+        )
     note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens, sha256 {stock.digest[:16]}"
     if stock.skipped:
         note += f"; {stock.skipped} wrong rows skipped"

@@ -91,14 +91,14 @@ class ByteTokenizer:
         from tokenizers import Tokenizer as Fast
         from tokenizers import decoders, models, pre_tokenizers
 
-        fast = Fast(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+        fast = Fast(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
         note = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         return {"tokenizer.json": fast.to_str().encode(), "tokenizer_config.json": json.dumps(note, indent=2).encode()}
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter by which byte-level vocabularies write each byte: itself when printable, else one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(BYTES) if byte not in printable]
