@@ -103,6 +103,7 @@ def test_a_hop_goes_over_its_bytes_no_more_often_than_it_did(
         {what: round(nbytes / (4 * VALUES * HOPS), 2) for what, nbytes in counter.items() if not staged or what != DMA}
         for counter in (passes.memory, passes.calls)
     ]
-    assert [sum(each.values()) for each in figures] == pytest.approx([memory, calls], abs=0.24), figures
+    sums = [sum(each.values()) for each in figures]
+    assert sums[0] <= memory + 0.24 and sums[1] <= calls + 0.24, figures
     sides = 3  # this process holds the memory of all three peers: what the sender's and the receiver's TLS has read
     assert allocated < sides * (1.0 if how == "none" else 0.25) + 0.3

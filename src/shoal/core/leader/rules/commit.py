@@ -22,7 +22,7 @@ from shoal.core.leader.membership import arrived, counting, inherit, moving, own
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.messages import Account, Committed, Member, Peer, Phase, Settings, View
+from shoal.core.messages import Account, Committed, HeldOut, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
 
 FAR = 1e4  # by which a stage's squared norm may differ from that of the step before and still be likely
@@ -109,9 +109,6 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     In the middle of the next step, with delayed updates, nobody leaves, and no peer enters that was removed from it."""
     heldout = view.heldout if last.heldout is None else measured(view.heldout, last.step, last.heldout)
     over, goes_on = ended(msgspec.structs.replace(view, step=view.step + 1, heldout=heldout), settings), view.ahead
-    if over and view.step + 1 < settings.steps and heldout is not None:
-        since = f"since step {heldout.best_step}"
-        outcome += f"; the run stops early: no held-out loss below {heldout.best_loss:.4f} {since}"
     leaves = facts.requests.leaves
     new = _took_part(view, last)
     leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
@@ -121,7 +118,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     members, joining = moving(members, joining, moves)
     after = successor(
         view,
-        _reasons(f"step {last.step} {outcome}", new, left, moves),
+        [*_reasons(f"step {last.step} {outcome}", new, left, moves), *_stops(over, heldout, view.step + 1, settings)],
         step=view.step + 1,
         members=members,
         joining=joining,
@@ -144,6 +141,13 @@ def _moves(
     if moves or complete(settings, members):
         return moves
     return rebalance(before_the_next_step(members, joining, view, facts, settings, now))
+
+
+def _stops(over: bool, heldout: HeldOut | None, step: int, settings: Settings) -> list[str]:
+    """Why the run is over before its last step, if it is."""
+    if not over or step >= settings.steps or heldout is None:
+        return []
+    return [f"the run stops early: no held-out loss below {heldout.best_loss:.4f} since step {heldout.best_step}"]
 
 
 def _phase(step: int, last: Committed, settings: Settings) -> Phase:
