@@ -89,9 +89,12 @@ class Rig:
         return self.say(send.peer, form(*ids(send), *more), blobs, fault)  # type: ignore[operator]
 
     def tick(self) -> list[Command]:
-        assert self.trainer.deadline is not None
-        self.now = self.trainer.deadline
-        return self.keep(self.trainer.tick(self.now))
+        """Time passes until something is due; a guessed deadline is looked at in between."""
+        commands: list[Command] = []
+        while not commands and self.trainer.deadline is not None and self.trainer.deadline > self.now:
+            self.now = self.trainer.deadline
+            commands = self.trainer.tick(self.now)
+        return self.keep(commands)
 
     def overdue(self) -> list[Command]:
         """The hop's time is up, and its server says nothing when it is asked."""
@@ -262,6 +265,31 @@ def test_a_stage_is_known_by_two_answers() -> None:
     assert not routes.knows("a0"), "the guess is the middle one still"
     routes.answered("b0", 80.0, 1.0, 0.0)
     assert routes.knows("a0") and routes.patience("a0", 1.0) == pytest.approx(320.0)
+
+
+def test_a_hop_sent_on_a_guess_is_due_as_soon_as_its_stage_is_measured() -> None:
+    rig = Rig()
+    hop = rig.at_last_backward()
+    began = rig.now
+    for peer in ("a1", "b1"):
+        rig.trainer._routes.answered(peer, 0.1, 1.0, rig.now)
+    rig.tick()
+    assert rig.sent(Query).peer == hop.peer
+    assert rig.now - began == Settings(stages=2, microbatches=1, steps=1).min_request_timeout_s, "not 10 s"
+
+
+def test_a_server_that_says_for_ever_that_one_backward_is_pending_is_reported() -> None:
+    """Whoever made its input is not to blame: a Cancel needs no tensor."""
+    rig = Rig(seconds=(0.1, 0.1))
+    server = rig.at_last_backward().peer
+    complaints: list[Complaint] = []
+    while rig.now < 30:
+        for send in [one for one in rig.tick() if isinstance(one, Send)]:
+            if isinstance(send.message, Complaint):
+                complaints.append(send.message)
+            elif isinstance(send.message, Query | Cancel):
+                rig.answer(send, Pending)
+    assert complaints and all(one.about == server and one.kind == "unreachable" for one in complaints)
 
 
 def test_nobody_earns_time_by_saying_unasked_that_a_hop_is_pending() -> None:

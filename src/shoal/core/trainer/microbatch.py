@@ -91,6 +91,7 @@ class Hop(msgspec.Struct, eq=False):
     first: int = 0  # not sent yet
     last: int = 0
     to: Peer = ""  # gets what is made
+    guessed: bool = False  # its deadline is: nothing of its stage was measured when it was sent
     asked: bool = False  # whether its server has got it, and there is no answer yet
     held: bool = False  # it waits or runs there, as its server has said: waited for once more
     holds: int = 0  # how often its server has said so

@@ -293,7 +293,9 @@ class Trainer:
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
         # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
-        self._timers.set(m.index, now + self._routes.patience(peer, want.kind.size) * 2 ** min(m.slow, 2))
+        wait_s = self._routes.patience(peer, want.kind.size) * 2 ** min(m.slow, 2)
+        m.hop.guessed = not self._routes.knows(peer)
+        self._timers.set(m.index, now + (self._settings.min_request_timeout_s if m.hop.guessed else wait_s))
 
     def _repeat(self, m: Microbatch, hop: Hop, now: float) -> None:
         """At the peer that has it: cancel a backward, or recall once more."""
@@ -419,6 +421,8 @@ class Trainer:
         if hop is None:  # a pause is over
             self._advance(m, now)
             return
+        if hop.guessed and hop.queries and not self._measured(m, hop, now):
+            return
         if hop.queries:
             hop.asked = True
             backward = hop.kind is Kind.BACKWARD
@@ -427,7 +431,8 @@ class Trainer:
             self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
             return
         self._reports.missed(hop.peer, now)
-        for maker in m.x[hop.stage][:1] if hop.stage else ("",):
+        # A Cancel or a Recall needs no tensor: a server that does not answer it is nobody's victim.
+        for maker in m.x[hop.stage][:1] if hop.stage and not hop.repeated else ("",):
             self._reports.not_served(hop.peer, maker, now, late=True)
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
@@ -440,6 +445,14 @@ class Trainer:
             self._advance(m, now)
         else:
             self._repeat(m, hop, now)
+
+    def _measured(self, m: Microbatch, hop: Hop, now: float) -> bool:
+        """A hop sent when nobody knew how long its stage takes is due, by what is known now. Else its deadline moves."""
+        hop.guessed = not self._routes.knows(hop.peer)
+        due = hop.sent + self._routes.patience(hop.peer, hop.kind.size) * 2.0 ** min(m.slow, 2)
+        if now < due:
+            self._timers.set(m.index, min(due, now + self._settings.min_request_timeout_s) if hop.guessed else due)
+        return now >= due
 
     def _retry(self, m: Microbatch, now: float) -> None:
         """After a failure: at once the first time."""
