@@ -119,6 +119,13 @@ def test_an_invite_to_another_run_is_refused_with_both_names() -> None:
         read_invite(TEXT, NOW, other)
 
 
+def test_a_title_that_commands_the_terminal_is_escaped_in_the_error() -> None:
+    text = RUN.invite((), NOW + 60, "\x1b[2Jmine")
+    with pytest.raises(ValueError) as refused:
+        read_invite(text, NOW, Authority.new().run)
+    assert "'\\x1b[2Jmine'" in str(refused.value) and "\x1b" not in str(refused.value)
+
+
 @pytest.mark.parametrize("text", ["", "hello", PREFIX, PREFIX + "!!!", TEXT[:-10], PREFIX + "A" * 10_000])
 def test_what_is_no_invite_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="invite"):

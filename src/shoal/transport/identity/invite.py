@@ -21,7 +21,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.core.messages import Override, View
-from shoal.escaping import UNDECODABLE
+from shoal.escaping import UNDECODABLE, escaped
 from shoal.transport.identity import text as written
 from shoal.transport.identity.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
 from shoal.transport.identity.passes import MAX_PEERS, ArrayStruct, Grant, Pass, PassList, Revoked, Seconds
@@ -165,7 +165,7 @@ def read_invite(text: str, now: float, run: str = "") -> Invite:
     except ValueError as error:
         raise ValueError(f"this invite is {error}") from None
     if run and invite.run != run:
-        raise ValueError(f"this invite is for run {invite.run} ('{invite.title}'), not for run {run}")
+        raise ValueError(f"this invite is for run {invite.run} ('{escaped(invite.title)}'), not for run {run}")
     return invite
 
 
