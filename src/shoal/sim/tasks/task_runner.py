@@ -17,6 +17,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.kept import Kept
 from shoal.sim.lines import Wire
+from shoal.sim.tasks.sketches import checks_of, sketch_of
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import Blob, Copies, Storage, shard_name, short
 from shoal.sim.tasks.texts import Texts
@@ -177,7 +178,9 @@ class Rounds:
         end = self._gathered[-1][3] if self._gathered else 0
         if task.start != end:
             raise ValueError(f"sums from {task.start} on, where {end} are here")
-        for part in inputs:
+        sums = inputs[: len(task.sums)]
+        checks = checks_of(sums, inputs[len(task.sums) :], task.own)
+        for part in sums:
             if part[:3] != ("part", stage, end):
                 raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {stage}")
             if HUGE in part[4]:
@@ -185,7 +188,7 @@ class Rounds:
             end = part[3]
             self._gathered.append(part)
         if not task.last:
-            return m.Result()
+            return checks
         if end != self._world.length(stage):
             raise ValueError(f"sums end at {end}, not at {self._world.length(stage)}")
         bounds = (0, *(part[3] for part in self._gathered))
@@ -193,7 +196,7 @@ class Rounds:
         digest = short(reduced.stage, reduced.bounds, reduced.chunks)
         self._world.reduced[digest] = reduced
         self._reduced[task.round] = reduced
-        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+        return msgspec.structs.replace(checks, digest=digest, norm_sq=norm_sq(digest))
 
     def reduced(self, round_: int) -> Reduced:
         reduced = self._reduced.get(round_)
@@ -217,6 +220,7 @@ class TaskRunner:
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self.unlike = False  # its optimizer has other bits than the others'
+        self.wrong = False  # it adds something up twice, on purpose
         self._times = after, now
         self.stage = -1
         self.version = -1
@@ -348,8 +352,9 @@ class TaskRunner:
         return m.Result()
 
     def _add(self, task: m.Add, inputs: Sequence[Blob]) -> m.Result:
-        self._put(task.out, _added(inputs))
-        return m.Result()
+        total = _added(inputs)
+        self._put(task.out, (*total[:4], (*total[4], *total[4][:1])) if self.wrong else total)
+        return m.Result(sketches=(*(sketch_of(part) for part in inputs), m.Sketch())) if task.check else m.Result()
 
     def _add_row(self, task: m.AddRow, inputs: Sequence[Blob]) -> m.Result:
         kind, stage, low, high, held = _added(inputs)
