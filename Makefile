@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results papers configuration docs clean
+.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results recipes papers configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
@@ -27,6 +27,7 @@ help:
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
 	@echo "make papers  the papers' tables and the internet tax, computed anew (minutes), into docs/"
+	@echo "make recipes docs/recipes.md from what the planner predicts for configs/recipes"
 	@echo "make configuration   docs/configuration.md from the settings"
 	@echo "make docs    the documentation as a site, in build/site"
 
@@ -93,6 +94,9 @@ results:
 # PART: swarm, dtfm, atom, tax-1.3B, tax-8B, tax-70B; all of them if it is not set.
 papers:
 	$(PY) benchmarks/papers $(PART)
+
+recipes:
+	$(PY) docs/recipes.py
 
 configuration:
 	$(PY) docs/configuration.py

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.numerics import pieces
 from shoal.runtime.tasks.lane import Lane
-from shoal.transport.streams.engine import Channel, Connection
+from shoal.transport.streams.channel import Channel
+from shoal.transport.streams.engine import Connection
 
 PAGE = 4096
 CACHE_PAGES = (1 << 20) // PAGE

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shoal.api.deciding import forecast as forecast
     from shoal.api.deciding import plan as plan
     from shoal.api.deciding import simulate as simulate
+    from shoal.api.evaluating import Evaluation as Evaluation
+    from shoal.api.evaluating import evaluate as evaluate
     from shoal.api.results import Checkpoint as Checkpoint
     from shoal.api.results import Run as Run
     from shoal.api.results import Step as Step
@@ -26,15 +28,29 @@ if TYPE_CHECKING:
 _MODULES = {
     "Checkpoint": "shoal.api.results",
     "Config": "shoal.config",
+    "Evaluation": "shoal.api.evaluating",
     "Run": "shoal.api.results",
     "RunFailed": "shoal.api.running",
     "Step": "shoal.api.results",
+    "evaluate": "shoal.api.evaluating",
     "forecast": "shoal.api.deciding",
     "plan": "shoal.api.deciding",
     "run": "shoal.api.running",
     "simulate": "shoal.api.deciding",
 }
-__all__ = ["Checkpoint", "Config", "Run", "RunFailed", "Step", "forecast", "plan", "run", "simulate"]
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Evaluation",
+    "Run",
+    "RunFailed",
+    "Step",
+    "evaluate",
+    "forecast",
+    "plan",
+    "run",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -188,9 +188,7 @@ async def operator(
         transport = _transport(config, identity, membership, 0, daemon, tell, relays)
         await transport.start()
         stack.push_async_callback(transport.close)
-        directory = _directory(
-            config, (identity, membership), invite.addresses, transport, daemon, lambda peer, host: None
-        )
+        directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, lambda record: None)
         stack.push_async_callback(directory.close)
         relays.announce = partial(_name_relays, directory, lambda: None)
         await directory.start()
@@ -281,14 +279,15 @@ def _transport(
     return Shaped(plain, AccessLink(network.delay_s, up_Bps, down_Bps, pairs))
 
 
-def _locating(record: Recorder) -> Callable[[Peer, str], None]:
+def _locating(record: Recorder) -> Callable[[PeerRecord], None]:
     """Reports where peers are, each address once."""
-    hosts: dict[Peer, str] = {}
+    reported: dict[Peer, Located] = {}
 
-    def located(peer: Peer, host: str) -> None:
-        if hosts.get(peer) != host:
-            hosts[peer] = host
-            record.tell(Located(peer=peer, host=host))
+    def located(other: PeerRecord) -> None:
+        line = Located(peer=other.peer, host=other.host, addresses=other.entries)
+        if reported.get(other.peer) != line:
+            reported[other.peer] = line
+            record.tell(line)
 
     return located
 
@@ -299,11 +298,11 @@ def _directory(
     bootstrap: tuple[str, ...],
     transport: Reachable,
     daemon: Daemon,
-    located: Callable[[Peer, str], None],
+    located: Callable[[PeerRecord], None],
     first_port: int = 0,
 ) -> Directory:
     """The configured directory, whose records hold the transport's address: host and port, libp2p's, or both. `located` receives the
-    host of every other peer. `first_port`: of those that this peer listens on; 0: any."""
+    record of every other peer. `first_port`: of those that this peer listens on; 0: any."""
     identity, membership = member
     network = config.network
     host, port, streams = network.host, 0, ()
@@ -321,7 +320,7 @@ def _directory(
     own = PeerRecord(run=membership.run, peer=identity.name, host=hosts[0], port=port, addresses=ways)
 
     def learn(record: PeerRecord) -> None:
-        located(record.peer, record.host)
+        located(record)
         others = record.hosts[1:] + record.relays
         direct: Place = (record.host, record.port, *others)
         match network.transport:

@@ -11,6 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of bytes that somebody else sent. RecursionError: lists in lists in lists."""
+
 # C0, DEL and C1; marks and overrides of the writing direction; what ends a line or hides; halves of surrogate pairs, which no
 # terminal can encode. Joiners (U+200C, U+200D) stay: Persian and many emoji are written with them.
 _HOSTILE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff"

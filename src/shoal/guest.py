@@ -21,6 +21,7 @@ import msgspec
 from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
+from shoal.escaping import UNDECODABLE
 from shoal.host import free_bytes
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
@@ -58,7 +59,7 @@ MACHINE = frozenset(
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.
 CODE = ("data.factory", "model.factory")  # functions in an invite: only ever given on the guest's own command line
-FILES = ("data.path", "data.tokenizer", "model.path", *CODE)
+FILES = ("data.path", "data.tokenizer", "model.path", "tune.adapter", *CODE)
 PLACE = "checkpoint.url"  # written to, and deleted from: only ever given on the guest's own command line
 ADAPTABLE = (MACHINE - {"data.root"}) | {*FILES, PLACE}
 
@@ -106,7 +107,7 @@ def _tree(packed: bytes) -> dict[str, dict[str, Any]]:
         if inflating.unconsumed_tail:
             raise ValueError(f"more than {MOST_BYTES} bytes")
         return msgspec.json.decode(text, type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, ValueError, zlib.error, RecursionError) as error:
+    except (ValueError, zlib.error, *UNDECODABLE) as error:
         raise ValueError(
             f"the invite's configuration cannot be read: {error}; is this the same version of shoal?"
         ) from None
@@ -394,6 +395,7 @@ _MEANS = {
     "data.path": "to read data",
     "data.tokenizer": "to load a tokenizer",
     "model.path": "to read a model",
+    "tune.adapter": "to read an adapter",
     "data.factory": "to import and run a Python module",
     "model.factory": "to import and run a Python module",
     PLACE: "to write and delete checkpoints",
@@ -402,6 +404,7 @@ _SUCH = {
     "data.path": "PATH",
     "data.tokenizer": "NAME-OR-DIRECTORY",
     "model.path": "DIRECTORY",
+    "tune.adapter": "DIRECTORY",
     PLACE: "URL",
 } | dict.fromkeys(CODE, "MODULE:FUNCTION")
 

@@ -43,7 +43,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
 )
-from shoal.escaping import escaped, escaped_json
+from shoal.escaping import UNDECODABLE, escaped, escaped_json
 from shoal.traffic import StoredBytes, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
@@ -120,7 +120,7 @@ def read(path: str | Path) -> Iterator[Header | TraceRecord | TrafficRecord]:
                     yield _traffic_records.decode(text)
                 else:
                     yield _headers.decode(text) if text.startswith(b"{") else _records.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise ValueError(f"{path}, line {number}: not a line of a trace ({error})") from None
 
 

@@ -289,8 +289,10 @@ def test_an_invite_fits_into_a_chat(addresses: tuple[str, ...], most: int) -> No
     assert guest.joined(read_invite(text, NOW).config, []).run.peers == 7
 
 
-def test_an_invite_names_one_peer_at_all_its_hosts_and_another_peer() -> None:
+def test_an_invite_names_one_peer_at_all_its_hosts_and_other_peers() -> None:
     addresses = tuple(f"192.0.2.{host}:{port}" for port in (1, 2, 3) for host in range(6))
-    assert reach.few(addresses) == (*(f"192.0.2.{host}:1" for host in range(4)), "192.0.2.0:2")
+    assert reach.few(addresses) == (*(f"192.0.2.{host}:1" for host in range(4)), "192.0.2.0:2", "192.0.2.0:3")
     assert reach.few(addresses[:1]) == addresses[:1] and reach.few(()) == ()
+    elsewhere = tuple(f"198.51.100.{host}:{10 + host}" for host in range(5))
+    assert reach.few((*addresses, *elsewhere))[4:] == elsewhere[:3], "other machines may live when this one has ended"
     assert reach.few(addresses, ("a:1", "192.0.2.0:1"))[:3] == ("a:1", "192.0.2.0:1", "192.0.2.1:1")

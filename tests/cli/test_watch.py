@@ -181,6 +181,13 @@ def two_machines(*silent: str) -> RunMonitor:
     return watch
 
 
+def test_joiners_are_told_of_members_on_other_machines() -> None:
+    watch = two_machines()
+    for peer, addresses in (("c", ("192.0.2.7:9", "192.0.2.8:9")), ("a", ("192.0.2.1:9",)), ("gone", ("192.0.2.3:9",))):
+        watch.hear("p0", Located(peer, addresses[0].partition(":")[0], addresses), 2.0)
+    assert watch.entries == ("192.0.2.7:9",), "not its own, nor of one that has left"
+
+
 def test_members_on_other_machines_are_shown_with_machine_and_stage() -> None:
     peers = two_machines().snapshot(21.0).peers
     shown = [(peer.label, peer.machine, peer.stage, peer.ready, peer.leading) for peer in peers]

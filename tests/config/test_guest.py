@@ -53,6 +53,10 @@ def test_a_run_on_pythons_own_library_needs_no_files() -> None:
         ({"data": {"source": "huggingface", "path": "someone/private", "digest": DIGEST}}, "data.path=someone/private"),
         ({"data": {"tokenizer": "gpt2"}}, "to load a tokenizer.*data.tokenizer=NAME-OR-DIRECTORY"),
         ({"model": {"path": "llama"}}, "to read a model.*model.path=DIRECTORY"),
+        (
+            {"model": {"path": "llama"}, "tune": {"method": "lora", "adapter": "theirs"}},
+            "to read an adapter.*model.path=DIRECTORY tune.adapter=DIRECTORY",
+        ),
         ({"checkpoint": {"url": "s3://bucket/x"}}, "to write and delete checkpoints.*checkpoint.url=URL"),
     ],
 )

@@ -20,6 +20,8 @@ from tests.e2e.test_run import alive, wait_for
 from shoal.config import Config, Data, Device, Model, Run, Train, validate
 from shoal.executor.base import NotFinite, device_of
 from shoal.executor.resident import Resident
+from shoal.executor.shards import group as groups
+from shoal.executor.shards.commands import Start
 from shoal.executor.shards.group import Group, group_of
 from shoal.executor.shards.sharded import Sharded
 from shoal.model import stages
@@ -206,6 +208,25 @@ def test_a_follower_that_dies_or_hangs_ends_the_group(number: signal.Signals) ->
     assert leader.returncode == 0 and not alive(follower)
     assert said.count("over 2 devices: ") == 2 and "the group of devices has ended" in said, said
     assert number != signal.SIGKILL or "the process of device 1 ended (-9)" in said
+
+
+def test_a_process_that_neither_reads_nor_answers_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups, "COMMAND_S", 0.1)
+    with subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None
+            os.set_blocking(process.stdin.fileno(), False)
+            start = Start(
+                device="cpu", rank=1, count=2, store="x" * (1 << 20), deadline_s=1.0
+            )  # more than a pipe holds
+            with pytest.raises(TimeoutError, match="has not read a command"):
+                groups._send(process, start)
+            with pytest.raises(TimeoutError, match="is not ready"):
+                groups._wait_ready(process, 0.1)
+        finally:
+            process.kill()
 
 
 @slow

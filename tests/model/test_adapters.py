@@ -14,6 +14,7 @@ from torch import Tensor
 import shoal
 from shoal import config as configuration
 from shoal.cli import export
+from shoal.cli import main as program
 from shoal.config import Config, Model, Tune
 from shoal.core.messages import Import
 from shoal.executor import create, fit
@@ -240,6 +241,31 @@ def test_peft_and_transformers_read_what_is_exported(config: Config, tmp_path: P
     export.merge(path, config, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(x).logits, whole(x).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_are_exported_to_any_storage_that_fsspec_knows(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fsspec
+
+    store = checkpoint.Store(str(tmp_path / "checkpoints"))
+    records = [store.write_shard(1, number, 2, create(config, number).state()) for number in range(2)]
+    path = store.publish(1, records, checkpoint.about(config, "", ""))
+    assert program.main(["export", path, "--adapter", "memory://exported/adapter"]) == 0
+    assert program.main(["export", path, "--adapter", str(tmp_path / "adapter")]) == 0
+    memory = fsspec.filesystem("memory")
+    names = {name.rpartition("/")[2] for name in memory.ls("/exported/adapter", detail=False)}
+    assert names == {file.name for file in (tmp_path / "adapter").iterdir()} >= {"adapter_model.safetensors"}
+    for name in names:
+        assert memory.cat(f"/exported/adapter/{name}") == (tmp_path / "adapter" / name).read_bytes()
+    capsys.readouterr()
+    for target, says in (
+        ("memory://exported/adapter", "is there already and not empty"),
+        (str(tmp_path / "adapter"), "is there already and not empty"),
+        ("nosuch://exported", "nosuch://exported: Protocol not known: nosuch"),
+    ):
+        assert program.main(["export", path, "--adapter", target]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_export_says_what_it_cannot_write(config: Config, tmp_path: Path) -> None:

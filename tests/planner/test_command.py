@@ -47,6 +47,25 @@ def test_the_plan_is_a_table_marked_as_predicted(cluster: str, capsys: pytest.Ca
         assert word in words
 
 
+def test_a_model_is_planned_by_the_configuration_in_its_directory_alone(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are not needed, which `shoal run` refuses to do without."""
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128, **fields}))
+    assert call(f"model.path={tmp_path}", "tune.method=lora", "tune.rank=4", "run.stages=2", "--cluster", cluster) == 0
+    adapters = 2 * 4 * (4 * (64 + 64) + 3 * (64 + 96))
+    assert f"quickstart: {adapters:,} parameters, 2 blocks" in capsys.readouterr().out
+    assert program.main(["train", f"model.path={tmp_path}"]) == 2
+    assert "has no model.safetensors" in capsys.readouterr().err
+
+
 def test_who_owns_what_of_a_round_is_told_where_it_follows_the_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

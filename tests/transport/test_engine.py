@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import socket
-import ssl
+import struct
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from shoal.transport.streams.engine import (
-    DELIVERY_RATE,
-    QUANTUM_BYTES,
-    UNSENT_BYTES,
-    UNSENT_MOST_BYTES,
-    UNSENT_S,
-    Channel,
-    Connection,
-    Engine,
-    WaitFor,
-)
+from shoal.transport.streams.channel import UNSENT_BYTES, UNSENT_MOST_BYTES, UNSENT_S, Sent, Uplink, _info, _take_ahead
+from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 
 @pytest.fixture
@@ -142,28 +135,62 @@ def test_a_link_is_resumed_at_its_time_though_nothing_happens(engine: Engine) ->
     asyncio.run(story())
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell a connection's rate")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell a connection's rate")
+
+
+def taken_bytes(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+
+
+@linux
 def test_the_system_takes_as_much_bulk_as_it_sends_in_a_moment() -> None:
     """With 128 KiB a line of 200 Mbit/s was idle whenever this side woke 5 ms late."""
-
-    def taken_bytes(sock: socket.socket) -> int:
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
-
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         other, _ = listener.accept()
         with other:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            channel = Channel(Connection(sock, lambda error: None), context, server_side=False)
-            data = bytes(1 << 16)
-            for _ in range(64):
-                sock.sendall(data)
-                other.recv(len(data), socket.MSG_WAITALL)
-            channel._follow_rate(QUANTUM_BYTES)
-            assert taken_bytes(sock) == UNSENT_BYTES, "it is not for bulk"
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, DELIVERY_RATE.size)
-            wanted_bytes = int(DELIVERY_RATE.unpack(info)[0] * UNSENT_S)
-            channel.paced()._follow_rate(QUANTUM_BYTES)
-            assert taken_bytes(sock) == min(max(wanted_bytes, UNSENT_BYTES), UNSENT_MOST_BYTES)
-            assert wanted_bytes > 0, "the loopback carries gigabytes per second"
+            sent = Sent(0)
+            _take_ahead(sock, sent, int(10 * UNSENT_BYTES / UNSENT_S))
+            assert taken_bytes(sock) == 10 * UNSENT_BYTES
+            _take_ahead(sock, sent, 10**12)
+            assert taken_bytes(sock) == UNSENT_MOST_BYTES
+            _take_ahead(sock, sent, 0)
+            assert taken_bytes(sock) == UNSENT_BYTES
+            sock.sendall(bytes(1 << 16))
+            other.recv(1 << 16, socket.MSG_WAITALL)
+            assert _info(sock).delivered_bytes >= 1 << 16, "acknowledged"
+            assert _info(sock).rate_Bps > 0, "the loopback carries gigabytes per second"
+
+
+@linux
+def test_bulk_of_several_connections_passes_the_uplink_in_turn_and_one_that_breaks_leaves_its_place(
+    engine: Engine,
+) -> None:
+    """All start with more than the window's first bytes: whoever waited for another for ever would hang."""
+    sizes = 4 << 20, 3 << 20, 5 << 20
+    uplink, received, failed = Uplink(), [0] * len(sizes), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        threads = []
+        for index, nbytes in enumerate((*sizes, 1 << 20)):
+            sock = socket.create_connection(listener.getsockname())
+            sock.setblocking(False)
+            other = stack.enter_context(listener.accept()[0])
+            connection = Connection(sock, lambda error: failed.set())
+            uplink.join(connection)
+            connection.steps = uplink.write(connection, memoryview(bytes(nbytes)))
+            if index == len(sizes):
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                other.close()  # a reset
+            else:
+                threads.append(threading.Thread(target=_drain, args=(other, received, index)))
+            engine.post(partial(engine.adopt, connection))
+        engine.start()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert tuple(received) == sizes and failed.wait(60)
+
+
+def _drain(sock: socket.socket, received: list[int], index: int) -> None:
+    while data := sock.recv(1 << 16):
+        received[index] += len(data)

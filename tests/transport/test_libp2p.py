@@ -343,7 +343,7 @@ class Pair:
         for sock, failed in zip(socket.socketpair(), self.failed, strict=True):
             sock.setblocking(False)
             self.links.append(Connection(sock, lambda _, failed=failed: loop.call_soon_threadsafe(failed.set)))
-        self.writer, self.reader = (DaemonStream(link).paced() for link in self.links)
+        self.writer, self.reader = (DaemonStream(link).paced(None) for link in self.links)
 
     def start(self, end: int, steps: Any) -> None:
         self.links[end].steps = steps

@@ -235,3 +235,17 @@ def test_a_pass_that_was_checked_lets_no_name_claim_another_invite() -> None:
     fields = identity.name.split(".")
     for wrong in (".".join((*fields[:2], "q" * 12, fields[3])), ".".join((*fields[:3], "999")), ".".join(fields[:2])):
         assert "by which invite" in refused(table, a_record(identity, peer=wrong, expires_s=NOW + 40))
+
+
+@pytest.mark.parametrize(
+    ("port", "addresses", "entries"),
+    [
+        (9, ("198.51.100.2", "127.0.0.1", "a name"), ("192.0.2.7:9", "198.51.100.2:9")),
+        (9, ("/relay/198.51.100.9/80/key",), ()),
+        (0, ("/ip4/192.0.2.7/tcp/4/p2p/Q", "/ip4/192.0.2.9/tcp/4/p2p/R/p2p-circuit/p2p/Q", "/p2p/Q"), 1),
+        (0, (), ()),
+    ],
+)
+def test_newcomers_enter_through_a_peer_that_others_reach(port: int, addresses: tuple[str, ...], entries: Any) -> None:
+    record = PeerRecord("run", "peer", "192.0.2.7", 5, port, addresses=addresses)
+    assert record.entries == (addresses[:entries] if isinstance(entries, int) else entries)

@@ -24,6 +24,7 @@ RUN = Authority.new()
 INVITE = read_invite(RUN.invite((), time.time() + 3600), time.time())
 ROUTER = "203.0.113.7"  # whose address others see
 HELLO = Cancelled(0, 1, 2, 0, 0)
+HERE = Identity.new().key_id  # of a relay
 
 
 class Host:
@@ -79,6 +80,10 @@ def nowhere() -> tuple[str, int]:
     return address
 
 
+def route_of(relaying: Host) -> str:
+    return relay.RelayRoute(*relaying.transport.address, relaying.identity.key_id).text
+
+
 def run(story: Callable[[], Any]) -> None:
     asyncio.run(story())
 
@@ -123,7 +128,7 @@ def test_a_peer_that_nobody_calls_waits_at_a_relay_too(monkeypatch: pytest.Monke
             a.transport.learn(r.name, r.transport.address)
             a.transport.send(r.name, HELLO)
             await asyncio.wait_for(a.named.wait(), 60)
-            assert a.routes == ("/relay/{}/{}".format(*r.transport.address),)
+            assert a.routes == (route_of(r),)
 
     run(story)
 
@@ -150,7 +155,7 @@ def test_a_peer_that_waits_nowhere_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def story() -> None:
         async with hosts(3) as (a, b, r):
-            a.transport.learn(b.name, (*nowhere(), "/relay/{}/{}".format(*r.transport.address)))
+            a.transport.learn(b.name, (*nowhere(), route_of(r)))
             a.transport.send(b.name, HELLO)
             assert isinstance(await a.take(), Lost)
 
@@ -191,7 +196,9 @@ async def circuit(caller: Host, target: Host, at: Host) -> tuple[socket.socket, 
     sock.setblocking(False)
     await loop.sock_sendall(sock, relay.CALL)
     nonce = await asyncio.wait_for(loop.sock_recv(sock, relay.NONCE_BYTES), 60)
-    await loop.sock_sendall(sock, relay.request(caller.identity, caller.membership, nonce, target.name))
+    await loop.sock_sendall(
+        sock, relay.request(caller.identity, caller.membership, at.identity.key_id, nonce, target.name)
+    )
     return sock, await asyncio.wait_for(loop.sock_recv(sock, 1), 60)
 
 
@@ -229,30 +236,53 @@ def test_a_relay_serves_members_only() -> None:
     membership = INVITE.membership(identity)
     foreign = read_invite(Authority.new().invite((), time.time() + 3600), time.time()).membership(stranger)
     others = Membership(INVITE.run, membership.proof, stranger.name)
-    data = relay.request(identity, membership, nonce, "")[2:]
-    assert relay.checked(data, nonce, membership).name == identity.name
+    data = relay.request(identity, membership, HERE, nonce, "")[2:]
+    assert relay.checked(data, HERE, nonce, membership).name == identity.name
     for wrong, reason in (
         (b"nothing", "malformed"),
-        (relay.request(stranger, foreign, nonce, "")[2:], "another run"),
-        (relay.request(stranger, others, nonce, "")[2:], "pass"),
+        (relay.request(stranger, foreign, HERE, nonce, "")[2:], "another run"),
+        (relay.request(stranger, others, HERE, nonce, "")[2:], "pass"),
     ):
         with pytest.raises(ValueError, match=reason):
-            relay.checked(wrong, nonce, membership)
+            relay.checked(wrong, HERE, nonce, membership)
     with pytest.raises(ValueError, match="signature is wrong"):
-        relay.checked(data, bytes([1]) + nonce[1:], membership)
+        relay.checked(data, HERE, bytes([1]) + nonce[1:], membership)
+    with pytest.raises(ValueError, match="for another relay"):
+        relay.checked(data, stranger.key_id, nonce, membership)
 
 
-@pytest.mark.parametrize("text", ["/relay/", "/relay/somewhere/1", "/relay/127.0.0.1/0", "/relay/127.0.0.1/x"])
+def test_a_request_to_one_relay_is_of_no_use_at_another() -> None:
+    """A hostile relay hands another's nonce to a peer that waits, and would wait in its place there."""
+
+    async def story() -> None:
+        async with hosts(2) as (victim, r):
+            loop, sock = asyncio.get_running_loop(), socket.create_connection(r.transport.address)
+            with sock:
+                sock.setblocking(False)
+                await loop.sock_sendall(sock, relay.CALL)
+                nonce = await asyncio.wait_for(loop.sock_recv(sock, relay.NONCE_BYTES), 60)
+                hostile = Identity.new().key_id
+                await loop.sock_sendall(sock, relay.request(victim.identity, victim.membership, hostile, nonce, ""))
+                assert await asyncio.wait_for(loop.sock_recv(sock, 1), 60) == b"", "refused"
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/relay/", "/relay/somewhere/1/k", "/relay/127.0.0.1/0/k", "/relay/127.0.0.1/x/k", "/relay/127.0.0.1/80"],
+)
 def test_a_useless_relay_is_left_out(text: str) -> None:
     assert relay.route(text) is None
-    assert tls.relay.route("/relay/fd77::1/80") == relay.RelayRoute("fd77::1", 80)
+    usable = relay.RelayRoute("fd77::1", 80, HERE)
+    assert tls.relay.route(usable.text) == usable
 
 
 def test_peers_that_have_left_a_relay_keep_no_place_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "WAITING_PEERS", 1)
 
     async def story() -> None:
-        service = relay.RelayService(INVITE.membership(Identity.new()), print)
+        service = relay.RelayService(HERE, INVITE.membership(Identity.new()), print)
         first, first_end = socket.socketpair()
         second, second_end = socket.socketpair()
         with first, first_end, second, second_end:

@@ -11,7 +11,7 @@ from tests.transport.test_tls import bulk, make, take
 from shoal.core.messages import Cancelled
 from shoal.transport.base import Incoming, Limits, Lost, Unknown
 from shoal.transport.identity.identity import Identity
-from shoal.transport.streams import unrouted
+from shoal.transport.streams import presence
 
 MESSAGE = Cancelled(0, 1, 2, 0, 0)
 
@@ -40,7 +40,7 @@ def test_an_answer_to_a_peer_whose_record_is_late_arrives_when_its_address_is_le
 
 
 def test_a_peer_that_nobody_finds_is_lost_after_a_while_and_what_waited_is_dropped(monkeypatch: Any) -> None:
-    monkeypatch.setattr(unrouted, "LOOK_UP_S", 0.2)
+    monkeypatch.setattr(presence, "LOOK_UP_S", 0.2)
 
     async def story() -> None:
         a, b = make(), make()
@@ -60,7 +60,7 @@ def test_a_peer_that_nobody_finds_is_lost_after_a_while_and_what_waited_is_dropp
 
 
 def test_what_waits_for_a_peer_that_is_forgotten_is_never_sent(monkeypatch: Any) -> None:
-    monkeypatch.setattr(unrouted, "LOOK_UP_S", 0.1)
+    monkeypatch.setattr(presence, "LOOK_UP_S", 0.1)
 
     async def story() -> None:
         a, there = make(), Identity.new().name
@@ -76,7 +76,7 @@ def test_what_waits_for_a_peer_that_is_forgotten_is_never_sent(monkeypatch: Any)
 
 
 def test_waiting_is_bounded_in_peers_and_in_bytes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(unrouted, "PEERS", 2)
+    monkeypatch.setattr(presence, "PEERS", 2)
 
     async def story() -> None:
         a = make(Limits(queued_bytes=5000))

@@ -1,7 +1,7 @@
 """`shoal export CHECKPOINT --adapter DIR | --merge DIR`: what training of adapters made, for every other program.
 
 --adapter writes a directory that PEFT loads beside the same base model; --merge adds the adapters to the base model's weights and
-writes a Hugging Face model directory. Neither needs the run to be over.
+writes a Hugging Face model directory. Neither needs the run to be over. DIR may be any fsspec URL, to which the directory is uploaded.
 """
 
 from __future__ import annotations
@@ -23,21 +23,33 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint directory, or that of a run, for its newest checkpoint")
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--adapter", metavar="DIR", help="write the adapters alone, as PEFT loads them")
-    target.add_argument("--merge", metavar="DIR", help="write the base model with the adapters added to its weights")
+    target.add_argument("--adapter", metavar="DIR|URL", help="write the adapters alone, as PEFT loads them")
+    target.add_argument(
+        "--merge", metavar="DIR|URL", help="write the base model with the adapters added to its weights"
+    )
     parser.add_argument("--base", metavar="DIR", help="where the base model lies now, if not where training read it")
 
 
 def main(args: argparse.Namespace) -> int:
-    source, target = saved.checkpoint(args.checkpoint), Path(args.adapter or args.merge)
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    source, target = saved.checkpoint(args.checkpoint), args.adapter or args.merge
     config = saved.adapted(source, args.base)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    try:
+        storage, place = fsspec.core.url_to_fs(target)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{target}: {error}") from error
+    if storage.exists(place) and (not storage.isdir(place) or storage.ls(place)):
         raise ValueError(f"{target} is there already and not empty; name a new directory")
+    write = write_adapter if args.adapter else merge
     with contextlib.redirect_stdout(sys.stderr):
-        if args.adapter:
-            write_adapter(source, config, target)
+        if isinstance(storage, LocalFileSystem):
+            write(source, config, Path(place))
         else:
-            merge(source, config, target)
+            with tempfile.TemporaryDirectory(prefix="shoal-export-") as here:
+                write(source, config, Path(here) / "whole")
+                storage.put(f"{here}/whole/", f"{place}/", recursive=True)
     print(f"{source.name}: {'adapters' if args.adapter else 'the merged model'} written to {target}")
     return 0
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "status": "show the state of a run",
     "watch": "show a run as a live page in the browser, and its metrics to Prometheus",
     "export": "write a run's adapters for PEFT, or merged into their base model",
+    "eval": "measure the loss and perplexity of a checkpoint on held-out text",
     "generate": "continue a text, with a checkpoint or through the peers of a living run",
     "chat": "talk with a model by its chat template, with a checkpoint or through the peers of a living run",
     "serve": "serve a checkpoint by peers of which each holds a stage, to `shoal generate` and `shoal chat`",

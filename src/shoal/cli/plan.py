@@ -145,7 +145,7 @@ def _print(decided: plan.Plan, problem: Problem, tree: config.Config) -> None:
 def _faults(args: argparse.Namespace, tree: config.Config) -> Iterator[str]:
     """What can be seen before the model is counted, which takes seconds."""
     if tree.device.executor != "emulated":
-        yield from preflight.model(tree)
+        yield from preflight.shape(tree)
     try:
         if args.cluster:
             cluster.read(args.cluster)

@@ -6,7 +6,7 @@ For reading.py, which says what would do instead, and for printing.py and docs/c
 from __future__ import annotations
 
 import functools
-import math
+import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -122,9 +122,14 @@ def _parts(kind: inspect.Type, value: Any, where: str) -> Iterator[tuple[inspect
                     yield inner, value, where
 
 
+def finite(value: float) -> bool:
+    """False also of a whole number that no float can be."""
+    return abs(value) <= sys.float_info.max
+
+
 def _within(kind: Number, value: float) -> bool:
     return (
-        math.isfinite(value)
+        finite(value)
         and (kind.ge is None or value >= kind.ge)
         and (kind.gt is None or value > kind.gt)
         and (kind.le is None or value <= kind.le)

@@ -9,7 +9,6 @@ its owner: whether a model can be cut by model/stages.py, whether a data set is 
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
 from shoal.config.sections.train import FLOAT16, NO_FLOAT16
 from shoal.config.tree import Config, problems, to_tree
-from shoal.escaping import Faults
+from shoal.escaping import UNDECODABLE, Faults
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -36,7 +35,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
             )
         try:
             tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, *UNDECODABLE) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         return from_tree(overridden(tree, overrides))
@@ -128,8 +127,8 @@ def _value(key: Key, value: Any) -> Any:
         if isinstance(key.kind, inspect.IntType) and value.is_integer():
             value = int(value)
     for where, number, kind in describe.out_of_bounds(key.kind, value, key.path):
-        if not math.isfinite(number):
-            raise ValueError(f"{where} = {number} is not a finite number")
+        if not describe.finite(number):
+            raise ValueError(f"{where} = {str(number)[:20]} is not a finite number")
         if isinstance(kind, inspect.FloatType) or isinstance(number, int):
             raise ValueError(f"{where} = {number} is out of range; try {describe.bounds(kind, key.name)}")
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
-from shoal.escaping import escaped_json, escaped_lines
+from shoal.escaping import UNDECODABLE, escaped_json, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 
 
@@ -68,7 +68,7 @@ def encode(summary: Summary) -> bytes:
 def read(path: str | Path) -> Summary:
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Summary)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{path} is not the summary of a run: {error}") from None
 
 

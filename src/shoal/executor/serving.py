@@ -1,17 +1,23 @@
-"""Serves texts with a stage and trains nothing: its parameters in train.dtype are all that it holds."""
+"""A stage that serves texts and trains nothing: its parameters in train.dtype are all it holds. And all stages, for evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.executor.base import DTYPES, copy_state_, device_of, digest_of
+from shoal.executor.base import DTYPES, check_device, copy_state_, device_of, digest_of, prepare_thread
 from shoal.executor.inputs import check_input
-from shoal.model.cut import Stage
+from shoal.model import stages
+from shoal.model.cut import Stage, counted, inputs
 
 
 class Serving:
@@ -33,6 +39,12 @@ class Serving:
 
     def forward(self, x: Tensor) -> Tensor:
         return self._stage.forward(self._input(x))
+
+    def losses(self, x: Tensor, tokens: Tensor) -> list[float]:
+        """Of each sequence of (B, L + 1) `tokens`, at the last stage: the sum of its counted tokens' losses."""
+        x = self._input(x)
+        parts = zip(torch.split(x, 1), torch.split(tokens, 1), strict=True)
+        return [float(self._stage.loss(part, row)) * (row.numel() - 1) for part, row in parts]
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         raise ValueError("this run serves texts (run.serve); nothing is trained")
@@ -61,3 +73,34 @@ class Serving:
     def _input(self, x: Tensor) -> Tensor:
         x = check_input(self._stage, x)
         return x.to(self._device, self._dtype) if x.is_floating_point() else x.to(self._device)
+
+
+class Chain:
+    """The model of a checkpoint: in the stages of training where boundary layers stand between them, else in one."""
+
+    def __init__(self, config: Config, source: Path) -> None:
+        """ValueError: a tensor is missing, or this machine has no such device."""
+        if config.model.boundary == "none":
+            run = msgspec.structs.replace(config.run, stages=1, layers=())
+            config = msgspec.structs.replace(config, run=run)
+        check_device(config)
+        prepare_thread(config)
+        self._batch, self._device = config.device.sequences or config.train.microbatch, str(device_of(config))
+        built = [
+            stages.build(config, number, source=str(source), device=self._device) for number in range(config.run.stages)
+        ]
+        self._stages = [Serving(stage, config) for stage in built]
+
+    def losses(self, samples: Iterable[npt.NDArray[np.int64]]) -> Iterator[list[tuple[float, int]]]:
+        """Of each sample (L + 1,), batch by batch: the sum of its counted tokens' losses, and their number."""
+        ordered = iter(samples)
+        while batch := list(islice(ordered, self._batch)):
+            tokens = torch.from_numpy(np.stack(batch))
+            yield list(zip(self._sums(tokens), [counted(row[None]) for row in tokens], strict=True))
+
+    def _sums(self, tokens: Tensor) -> list[float]:
+        x = inputs(tokens)
+        with torch.inference_mode():
+            for stage in self._stages[:-1]:
+                x = stage.forward(x)
+            return self._stages[-1].losses(x, tokens.to(self._device))

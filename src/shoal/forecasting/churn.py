@@ -15,6 +15,7 @@ from random import Random
 import msgspec
 
 from shoal import units
+from shoal.escaping import UNDECODABLE
 from shoal.forecasting.machines import Machines
 from shoal.sim.faults.preemption import Change, most, read, some
 
@@ -54,7 +55,7 @@ def load(path: str) -> Churn:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
         values = {key: _value(key, value) for key, value in tree.items()}
         churn = msgspec.convert(values, Churn)
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, *UNDECODABLE) as error:
         raise ValueError(f"{path}: {error}") from None
     for problem in _problems(churn):
         raise ValueError(f"{path}: {problem}")

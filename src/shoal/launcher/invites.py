@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.core.messages import Passes, PassesRequest, Peer
+from shoal.escaping import UNDECODABLE
 from shoal.runtime.records.report import replace
 from shoal.transport.base import Incoming
 from shoal.transport.identity.invite import Authority, Invite, as_text, read_invite
@@ -74,7 +75,7 @@ class Office:
                 self._seen = written, msgspec.json.decode(path.read_bytes(), type=InviteBook)
         except FileNotFoundError:
             return InviteBook()
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise ValueError(f"{path} is not a list of invites: {error}") from None
         return self._seen[1]
 

@@ -463,7 +463,7 @@ class Launcher:
 
     def _write_lists(self) -> None:
         names = {label: peer for peer, label in self.watch.labels.items()}
-        self._output.write_lists(self.crew.addresses, self._locals(names), names)
+        self._output.write_lists(self.crew.addresses[:24] + self.watch.entries[:8], self._locals(names), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)

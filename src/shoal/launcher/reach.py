@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ASK_S = 0.5  # between two look-ups of a run's peers
 CONNECT_S = 4.0  # a kernel answers however busy its machine is; twice within this time TCP asks again
 HOSTS = 4  # of one peer in an invite
+OTHERS = 3  # further peers there
 INVITE = "guests.invite"  # in the run's directory
 PORT = "founder.port"  # there too
 PORTS = range(20_000, 32_000, 3)  # with the next two each; systems take none of these for connections to others
@@ -131,14 +132,19 @@ def write_secret(file: Path, text: str) -> None:
 
 
 def few(addresses: Sequence[str], first: Sequence[str] = ()) -> tuple[str, ...]:
-    """For an invite, which is to be short: `first`, one peer at all its hosts, and one address of another in case that one has ended."""
+    """For an invite, which is to be short: `first`, one peer at all its hosts, and one address of each of some others in case that one has
+    ended; those on other machines before those on its own."""
 
     def port(address: str) -> str:  # or libp2p's id
         return re.split("[:/]", address)[-1]
 
-    others = [address for address in addresses if address not in first]
-    same = [address for address in others if port(address) == port(others[0])]
-    return (*first, *same[:HOSTS], *[address for address in others if address not in same][:1])
+    left = [address for address in addresses if address not in first]
+    same = [address for address in left if port(address) == port(left[0])][:HOSTS]
+    here, others = hosts(same), dict[str, str]()
+    for address in left:
+        if port(address) != port(left[0]):
+            others.setdefault(port(address), address)
+    return (*first, *same, *sorted(others.values(), key=lambda each: hosts([each])[0] in here)[:OTHERS])
 
 
 async def discovered(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.config.sections.model import THEIRS, Model
+from shoal.escaping import UNDECODABLE
 from shoal.model import sequential
 from shoal.model.cut import cut
 from shoal.model.layers import boundary
@@ -156,7 +157,7 @@ def _read(config: Config) -> tuple[dict[str, Any], str]:
         fields = json.loads(file.read_text())
         layered = fields["model_type"] == boundary.MODEL_TYPE
         layers = (fields["model"] if layered else fields).get("num_hidden_layers", 0)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, *UNDECODABLE) as error:
         raise ValueError(f"{file} is no Hugging Face configuration: {error!r}") from error
     if layered or config.model.boundary != "none":
         fields = boundary.inner(fields, str(file), config.model.boundary, cuts(config, layers))

@@ -241,6 +241,8 @@ def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
     adapters.attach(model, config)
     if source is not None:
         load(model, source)
+    elif config.tune.adapter:
+        adapters.load(model, config.tune.adapter)
 
 
 class Parts:

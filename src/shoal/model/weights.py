@@ -6,7 +6,6 @@ in fp32, from a generator seeded with (seed, full name of the module). So they d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -14,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from shoal.escaping import UNDECODABLE
 from shoal.model.cut import seeded
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -167,17 +168,28 @@ def _transforms(
     return transforms
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except UNDECODABLE as error:
+        raise ValueError(f"{index} is no index of weights: {error}") from None
+
+
 def shard_of(source: str) -> dict[str, str]:
     """The file of each tensor in the directory. ValueError: no safetensors there."""
     from safetensors import safe_open
 
     folder = Path(source)
     if (folder / INDEX).is_file():
-        shards = json.loads((folder / INDEX).read_text())["weight_map"]
+        shards = _weight_map(folder / INDEX)
         for shard in sorted(set(shards.values())):
             if Path(shard).name != shard or not (folder / shard).is_file():
                 raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
-        return dict(shards)
+        return shards
     if (folder / SINGLE).is_file():
         with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
             return dict.fromkeys(file.keys(), SINGLE)

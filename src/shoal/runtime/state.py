@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from shoal.core.messages import Manifest
+from shoal.escaping import UNDECODABLE
 
 MAX_CHUNK_BYTES = 64 << 20
 CHUNK_BYTES = 16 << 20  # 0.7 s on a 200 Mbit/s link: short enough to request again when it is lost
@@ -113,7 +114,7 @@ def parse(text: bytes) -> tuple[dict[str, TensorSpan], dict[str, str]]:
         fields = msgspec.json.decode(text.rstrip(b" "), type=dict[str, msgspec.Raw])
         note = msgspec.json.decode(fields.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         spans = {name: _SPANS.decode(span) for name, span in fields.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"a header that cannot be read: {error}") from error
     spans = dict(sorted(spans.items(), key=lambda item: item[1].data_offsets))
     end = 0

@@ -81,6 +81,14 @@ def ports(transport: str, discovery: str, port: int) -> list[int]:
     return [port + step * each if port else 0 for each in range(count)]
 
 
+def usable_elsewhere(host: str) -> bool:
+    """It is an IP address that other machines may reach."""
+    try:
+        return not _is_private_to_machine(host)
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

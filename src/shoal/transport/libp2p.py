@@ -25,8 +25,9 @@ from shoal.transport.identity.identity import key_id, key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import Opening
+from shoal.transport.streams.channel import QUANTUM_BYTES, PlainStream, Uplink
 from shoal.transport.streams.congestion import ACK_BYTES, CEILING_BYTES, CongestionWindow
-from shoal.transport.streams.engine import QUANTUM_BYTES, Connection, Engine, PlainStream, Steps, WaitFor
+from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ class DaemonStream(PlainStream):
         if code:
             raise OSError(code, f"this peer's libp2p daemon does not answer: {os.strerror(code)}")
 
-    def paced(self) -> WindowedStream:
+    def paced(self, uplink: Uplink | None) -> WindowedStream:
         return WindowedStream(self)
 
 
@@ -238,7 +239,7 @@ class WindowedStream:
         if words:
             self._window.acknowledged(len(words), time.monotonic())
 
-    def paced(self) -> WindowedStream:
+    def paced(self, uplink: Uplink | None) -> WindowedStream:
         return self
 
 

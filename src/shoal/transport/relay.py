@@ -6,8 +6,8 @@ bytes. TLS runs from end to end, so a relay reads nothing. Every peer of a run w
 second have bounds.
 
 On the port for TLS a relayed connection begins with CALL, where TLS has its own first byte. The relay answers with a nonce, and the
-caller with a signed request (`Request`) and its pass. Then the relay says WAIT to a peer that waits, and JOINED to both ends; it closes
-whatever it refuses. For tls.py, in a background loop.
+caller with a signed request (`Request`) and its pass. The signature names the relay that it is for, by its key: no other relay accepts it.
+Then the relay says WAIT to a peer that waits, and JOINED to both ends; it closes whatever it refuses. For tls.py, in a background loop.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.core.messages import Peer
+from shoal.escaping import UNDECODABLE
 from shoal.transport.addresses import is_loopback
 from shoal.transport.budget import Allowance, Budget
 from shoal.transport.directory.background_loop import BackgroundLoop
@@ -59,7 +60,7 @@ _length = struct.Struct(">H")
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """`target`: the peer to be joined with; '': the sender waits for callers. Signed with the relay's nonce."""
+    """`target`: the peer to be joined with; '': the sender waits for callers. Signed with the id of the relay's key and its nonce."""
 
     name: Peer
     target: Annotated[str, msgspec.Meta(max_length=128)]
@@ -74,38 +75,44 @@ _REQUESTS = msgspec.msgpack.Decoder(Request)
 class RelayRoute(msgspec.Struct, frozen=True):
     host: str
     port: int
+    key: str  # id of the relay's
 
     def __str__(self) -> str:
         return f"relay {self.host}:{self.port}"
 
+    @property
+    def text(self) -> str:
+        """As a record names it."""
+        return f"{RELAY}{self.host}/{self.port}/{self.key}"
+
 
 def route(text: str) -> RelayRoute | None:
     """A relay as a record names it; None: it is no usable one."""
-    host, _, port = text.removeprefix(RELAY).rpartition("/")
+    host, port, key = [*text.removeprefix(RELAY).split("/"), "", ""][:3]
     try:
         ipaddress.ip_address(host)
-        return RelayRoute(host, int(port)) if 0 < int(port) < 2**16 else None
+        return RelayRoute(host, int(port), key) if 0 < int(port) < 2**16 and key else None
     except ValueError:
         return None
 
 
-def request(identity: Identity, membership: Membership, nonce: bytes, target: Peer) -> bytes:
-    """With its length before it."""
-    signature = identity.sign("relay", nonce + target.encode())
+def request(identity: Identity, membership: Membership, relay: str, nonce: bytes, target: Peer) -> bytes:
+    """With its length before it. `relay`: the id of its key."""
+    signature = identity.sign("relay", relay.encode() + nonce + target.encode())
     data = msgspec.msgpack.encode(Request(identity.name, target, identity.public, membership.proof, signature))
     return _length.pack(len(data)) + data
 
 
-def checked(data: bytes, nonce: bytes, membership: Membership) -> Request:
-    """ValueError says why the request is refused."""
+def checked(data: bytes, relay: str, nonce: bytes, membership: Membership) -> Request:
+    """ValueError says why the relay with that key refuses the request."""
     try:
         asked = _REQUESTS.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise ValueError("a malformed request to a relay") from None
     if key_id_of(asked.name) != key_id(asked.public):
         raise ValueError(f"{asked.name}: a request with another peer's key")
-    if not verify(asked.public, "relay", nonce + asked.target.encode(), asked.signature):
-        raise ValueError(f"{asked.name}: the request's signature is wrong")
+    if not verify(asked.public, "relay", relay.encode() + nonce + asked.target.encode(), asked.signature):
+        raise ValueError(f"{asked.name}: the request's signature is wrong, or for another relay")
     membership.check(asked.proof, asked.name, membership.clock())
     return asked
 
@@ -113,7 +120,8 @@ def checked(data: bytes, nonce: bytes, membership: Membership) -> Request:
 class RelayService:
     """Joins callers' connections with those that wait here. `tell` receives words for the user, in any thread. In one loop."""
 
-    def __init__(self, membership: Membership, tell: Callable[[str], None]) -> None:
+    def __init__(self, key: str, membership: Membership, tell: Callable[[str], None]) -> None:
+        self.key = key  # id of this peer's
         self.passed_bytes = 0
         self.circuits = 0  # joined now
         self._callers: Counter[Peer] = Counter()  # who asked for them
@@ -141,7 +149,7 @@ class RelayService:
                     (nbytes,) = _length.unpack(await _received(sock, _length.size))
                     if nbytes > MAX_REQUEST_BYTES:
                         raise ValueError(f"a request of {nbytes} bytes to a relay")
-                    asked = checked(await _received(sock, nbytes), nonce, self._membership)
+                    asked = checked(await _received(sock, nbytes), self.key, nonce, self._membership)
                     if not asked.target:
                         keep = await self._wait(sock, asked.name)
                         return
@@ -250,13 +258,13 @@ class Relays:
         self.moved: list[
             Callable[[tuple[str, ...]], None]
         ] = []  # called in the owner's loop: other addresses from now on
-        self.service = RelayService(membership, tell)
+        self.service = RelayService(identity.key_id, membership, tell)
         self._identity, self._membership = identity, membership
         self._loop = BackgroundLoop("shoal relay")
-        self._reached: dict[tuple[str, int], float] = {}  # of peers, directly: since when
+        self._reached: dict[RelayRoute, float] = {}  # peers that may be relays, directly: since when
         self._answered = False  # somebody has reached this peer directly
-        self._accepted: Counter[tuple[str, int]] = Counter()  # connections that wait at those relays
-        self._refused: dict[tuple[str, int], float] = {}  # until when
+        self._accepted: Counter[RelayRoute] = Counter()  # connections that wait at those relays
+        self._refused: dict[RelayRoute, float] = {}  # until when
         self._take: Callable[[socket.socket], None] = socket.socket.close
         self._hosts: Callable[[], tuple[str, ...]] = tuple
         self._offers: set[asyncio.Task[None]] = set()
@@ -275,13 +283,14 @@ class Relays:
 
     # ------------------------------------------------------------------------------------------- from engines' threads
 
-    def reached(self, host: str, port: int) -> None:
-        """A peer was reached there directly."""
-        if (host, port) not in self._reached and len(self._reached) < WAITING_PEERS:
-            self._reached[host, port] = time.monotonic()
+    def reached(self, peer: Peer, host: str, port: int) -> None:
+        """That peer was reached there directly."""
+        place = RelayRoute(host, port, key_id_of(peer))
+        if place not in self._reached and len(self._reached) < WAITING_PEERS:
+            self._reached[place] = time.monotonic()
 
-    def lost(self, host: str, port: int) -> None:
-        self._reached.pop((host, port), None)
+    def lost(self, peer: Peer, host: str, port: int) -> None:
+        self._reached.pop(RelayRoute(host, port, key_id_of(peer)), None)
 
     def answered(self) -> None:
         self._answered = True
@@ -297,7 +306,7 @@ class Relays:
         """Keep as many connections waiting as this peer needs."""
         named: tuple[str, ...] = ()
         hosts = self._hosts()
-        tasks: Counter[tuple[str, int]] = Counter()
+        tasks: Counter[RelayRoute] = Counter()
         while True:
             await asyncio.sleep(CHECK_S)
             if (now := self._hosts()) != hosts and not all(map(is_loopback, now)):
@@ -306,11 +315,11 @@ class Relays:
             for place in self._chosen() if self._unreachable() else ():
                 while tasks[place] < WAITING:
                     tasks[place] += 1
-                    task = self._loop.create_task(self._offer(*place))
+                    task = self._loop.create_task(self._offer(place))
                     self._offers.add(task)
                     task.add_done_callback(self._offers.discard)
                     task.add_done_callback(lambda _, place=place: tasks.subtract([place]))  # type: ignore[misc]
-            routes = tuple(f"{RELAY}{host}/{port}" for (host, port), count in self._accepted.items() if count > 0)
+            routes = tuple(place.text for place, count in self._accepted.items() if count > 0)
             if routes != named:
                 named = routes
                 self._loop.call_in_owner(lambda routes=routes: self.announce(routes))  # type: ignore[misc]
@@ -331,22 +340,22 @@ class Relays:
         first = min(self._reached.values(), default=float("inf"))
         return not self._answered and time.monotonic() - first > SILENT_S
 
-    def _chosen(self) -> list[tuple[str, int]]:
+    def _chosen(self) -> list[RelayRoute]:
         now = time.monotonic()
         usable = [place for place in list(self._reached) if self._refused.get(place, 0.0) <= now]
         return sorted(usable, key=lambda place: -self._accepted[place])[:RELAYS]
 
-    async def _offer(self, host: str, port: int) -> None:
+    async def _offer(self, place: RelayRoute) -> None:
         """One connection that waits at a relay, until a caller has come by it or it breaks."""
-        place, loop = (host, port), asyncio.get_running_loop()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         sock, counted = tuned(socket.socket(family, socket.SOCK_STREAM)), False
         try:
             async with asyncio.timeout(OPENING_S):
-                await loop.sock_connect(sock, place)
+                await loop.sock_connect(sock, (place.host, place.port))
                 await loop.sock_sendall(sock, CALL)
                 nonce = await _received(sock, NONCE_BYTES)
-                await loop.sock_sendall(sock, request(self._identity, self._membership, nonce, ""))
+                await loop.sock_sendall(sock, request(self._identity, self._membership, place.key, nonce, ""))
                 if await _received(sock, len(WAIT)) != WAIT:
                     raise ConnectionError("it is no relay")
             self._accepted[place] += 1
@@ -355,7 +364,7 @@ class Relays:
                 self._take(sock)
                 sock = None  # type: ignore[assignment]
         except OSError as error:  # TimeoutError too
-            log.debug("relay %s:%d: %s", host, port, error or type(error).__name__)
+            log.debug("%s: %s", place, error or type(error).__name__)
             self._refused[place] = time.monotonic() + OPENING_S
         finally:
             self._accepted[place] -= counted

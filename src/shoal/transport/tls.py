@@ -24,7 +24,8 @@ from shoal.transport.identity.invite import Membership
 from shoal.transport.relay import RelayRoute, Relays
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import Detached, Opening, tuned
-from shoal.transport.streams.engine import Channel, Connection, PlainStream, Steps, WaitFor
+from shoal.transport.streams.channel import Channel, PlainStream
+from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
 
 log = logging.getLogger(__name__)
@@ -124,15 +125,15 @@ class Tls:
         yield from connect(connection.sock, _place(route))
         connection.deadline = time.monotonic() + handshake.CONNECT_S
         if isinstance(route, RelayRoute):
-            yield from self._call(PlainStream(connection), peer)
+            yield from self._call(PlainStream(connection), route.key, peer)
         return (yield from self.greet(connection))
 
-    def _call(self, stream: PlainStream, peer: Peer) -> Steps:
-        """Have the relay join this connection with one of that peer's."""
+    def _call(self, stream: PlainStream, key: str, peer: Peer) -> Steps:
+        """Have the relay with that key join this connection with one of that peer's."""
         yield from stream.write(memoryview(relay.CALL))
         nonce = bytearray(relay.NONCE_BYTES)
         yield from stream.read(memoryview(nonce))
-        yield from stream.write(memoryview(relay.request(self._identity, self._membership, bytes(nonce), peer)))
+        yield from stream.write(memoryview(relay.request(self._identity, self._membership, key, bytes(nonce), peer)))
         joined = bytearray(len(relay.JOINED))
         yield from stream.read(memoryview(joined))
         if joined != relay.JOINED:
@@ -172,13 +173,13 @@ class Tls:
         self._tries.pop(peer, None)
         if self._relays is not None and not isinstance(route, RelayRoute):
             if not any(isinstance(each, RelayRoute) for each in self._routes.get(peer, ())):
-                self._relays.reached(*route)
+                self._relays.reached(peer, *route)
 
     def failed(self, peer: Peer, route: Hop, reason: str) -> bool:
         """The other routes to that peer are tried in turn, each once."""
         routes = self._routes.get(peer)
         if self._relays is not None and not isinstance(route, RelayRoute):
-            self._relays.lost(*route)
+            self._relays.lost(peer, *route)
         if not routes:
             return False
         if routes[0] != route:  # the peer's other stream has failed there, too, and turned to the next

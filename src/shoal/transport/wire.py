@@ -24,6 +24,7 @@ import numpy as np
 
 from shoal import codec
 from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong, rank
+from shoal.escaping import UNDECODABLE
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
 
 PREFIX_BYTES = 4
@@ -242,7 +243,7 @@ def _kind(start: bytes) -> str:
 def decode_head(data: bytes | bytearray | memoryview, limits: Limits) -> Head:
     try:
         head = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Malformed(f"not a message: {error}") from None
     _check(head.message, head.blobs, limits)
     return head

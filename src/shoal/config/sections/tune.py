@@ -12,7 +12,7 @@ from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
 
-_OF_ADAPTERS = ("rank", "alpha", "targets", "rslora", "dora", "quantize")
+_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "rslora", "dora", "quantize")
 
 
 class Tune(Section, frozen=True):
@@ -22,6 +22,10 @@ class Tune(Section, frozen=True):
         Literal["full", "lora"],
         Meta(description="Training changes all weights, or LoRA adapters (arXiv 2106.09685) beside frozen weights."),
     ] = "full"
+    adapter: Annotated[
+        str,
+        Meta(description='Training goes on from the LoRA adapter in this directory of PEFT; "" begins with a new one.'),
+    ] = ""
     rank: Annotated[int, Meta(ge=1, le=4096, description="An adapter's two matrices have this many inner values.")] = 16
     alpha: Annotated[
         float, Meta(gt=0, le=2**20, description="An adapter's output is multiplied by this number over its rank.")

@@ -85,10 +85,10 @@ START, COMMAND = msgspec.msgpack.Decoder(Start), msgspec.msgpack.Decoder(Command
 T = TypeVar("T")
 
 
-def send(pipe: IO[bytes], command: Start | Command) -> None:
+def encoded(command: Start | Command) -> bytes:
+    """With its length before it."""
     data = msgspec.msgpack.encode(command)
-    pipe.write(len(data).to_bytes(4, "little") + data)
-    pipe.flush()
+    return len(data).to_bytes(4, "little") + data
 
 
 def receive(pipe: IO[bytes], decoder: msgspec.msgpack.Decoder[T]) -> T | None:

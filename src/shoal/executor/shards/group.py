@@ -6,10 +6,14 @@ repaired: that process's part of the state is gone.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,6 +26,9 @@ from shoal.executor.shards import commands
 from shoal.executor.shards.member import connect
 
 DEADLINE_S = 60.0  # for the slowest process to reach an exchange; between two lie a block's forward and backward
+START_S = 120.0  # for a process to import torch, on a busy machine
+BUILD_S = 1800.0  # to read a stage from a disk: 200 GB at 100 MB/s
+COMMAND_S = 60.0  # to read a command
 END_S = 5.0  # for a follower to end by itself
 GONE_S = 0.2  # for one whose connections broke to have an exit status
 T = TypeVar("T")
@@ -42,8 +49,9 @@ class Group:
             for rank in range(1, count):
                 self.processes.append(_follower())
                 start = commands.Start(device=device.type, rank=rank, count=count, store=store, deadline_s=deadline_s)
-                self._send(self.processes[-1], start)
-            self._wait_ready(self.processes)
+                _send(self.processes[-1], start)
+            for process in self.processes:
+                _wait_ready(process, START_S)
             connect(device, 0, count, store, deadline_s)
 
         self._guarded("Start", run)
@@ -53,8 +61,8 @@ class Group:
 
         def run() -> None:
             for process in self.processes:
-                self._send(process, command)
-                self._wait_ready([process])
+                _send(process, command)
+                _wait_ready(process, BUILD_S)
 
         self._guarded("Build", run)
 
@@ -63,7 +71,7 @@ class Group:
 
         def run() -> T:
             for process in self.processes:
-                self._send(process, command)
+                _send(process, command)
             return own()
 
         return self._guarded(type(command).__name__, run)
@@ -79,16 +87,6 @@ class Group:
             reason = self._reason(error)
             self.close()
             raise base.DeviceLost(f"{what} over {self.kind[1]} devices: {reason}") from error
-
-    def _send(self, process: subprocess.Popen[bytes], command: commands.Start | commands.Command) -> None:
-        assert process.stdin is not None
-        commands.send(process.stdin, command)
-
-    def _wait_ready(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            assert process.stdout is not None
-            if process.stdout.read(1) != b"r":
-                raise RuntimeError("the log says why")
 
     def _reason(self, error: Exception) -> str:
         codes = {rank: _exit_code(process) for rank, process in enumerate(self.processes, 1)}
@@ -108,14 +106,37 @@ def group_of(device: torch.device, count: int) -> Group:
     return _groups[0]
 
 
+def _send(process: subprocess.Popen[bytes], command: commands.Start | commands.Command) -> None:
+    """TimeoutError: the process does not read."""
+    assert process.stdin is not None
+    left, until_s = memoryview(commands.encoded(command)), time.monotonic() + COMMAND_S
+    while left:
+        if not select.select([], [process.stdin], [], max(0.0, until_s - time.monotonic()))[1]:
+            raise TimeoutError(f"a process has not read a command for {COMMAND_S:g} s")
+        with contextlib.suppress(BlockingIOError):  # there is room, but not for a whole page
+            left = left[os.write(process.stdin.fileno(), left) :]
+
+
+def _wait_ready(process: subprocess.Popen[bytes], wait_s: float) -> None:
+    """TimeoutError: it hangs. RuntimeError: it has ended."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], wait_s)[0]:
+        raise TimeoutError(f"a process is not ready after {wait_s:g} s")
+    if process.stdout.read(1) != b"r":
+        raise RuntimeError("the log says why")
+
+
 def _follower() -> subprocess.Popen[bytes]:
     """It is born with the signals blocked that ask a peer to end: the leading process is asked too, and ends it at the right time."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         command = [sys.executable, "-m", "shoal.executor.shards.follower"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from shoal import units
+from shoal.escaping import UNDECODABLE
 from shoal.launcher.chaos.injection_points import INJECTION_POINTS
 from shoal.launcher.files.rundir import LocalPeer, PeersFile
 from shoal.sim.faults.preemption import Change, most, some
@@ -111,7 +112,7 @@ def read(path: str | Path) -> tuple[Act, ...]:
     try:
         file = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), _File)
         acts = [_act(written, f"{Path(path).name} says so") for written in file.act]
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (tomllib.TOMLDecodeError, *UNDECODABLE) as error:
         raise ValueError(f"{path} is not a schedule: {error}; wanted tables such as {EXAMPLE}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

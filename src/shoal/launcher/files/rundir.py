@@ -31,7 +31,7 @@ from shoal import trace
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer
 from shoal.dashboard import account, plot
-from shoal.escaping import escaped, escaped_json
+from shoal.escaping import UNDECODABLE, escaped, escaped_json
 from shoal.launcher.files import checkpoints
 from shoal.launcher.process import Process, lives
 from shoal.launcher.watching.watch import Resumed
@@ -87,7 +87,7 @@ def locals_of(directory: Path) -> PeersFile:
         peers = msgspec.json.decode(path.read_bytes(), type=PeersFile)
     except FileNotFoundError:
         raise ValueError(f"{directory}: no run is there; name a run's directory, such as runs/quickstart") from None
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{path} is not a list of a run's peers: {error}") from None
     if not lives(peers.launcher):
         raise ValueError(f"{directory}: its launcher is not running any more")
@@ -98,7 +98,7 @@ def wanted(directory: Path) -> WantedPeers | None:
     """None: nobody but the launcher decides how many peers there are."""
     try:
         written = msgspec.json.decode((directory / "wanted.json").read_bytes(), type=WantedPeers)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
     return written if lives(written.by) else None
 

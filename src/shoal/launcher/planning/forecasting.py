@@ -76,7 +76,7 @@ def name_of(file: str | None, tree: config.Config) -> str:
 
 def _job(outlook: Outlook, tree: config.Config) -> Job:
     if tree.device.executor != "emulated":
-        preflight.refuse(preflight.model(tree))
+        preflight.refuse(preflight.shape(tree))
     problem = problem_of(tree, outlook.cluster)
     if outlook.plan:
         decided = plan.load(outlook.plan)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shoal import codec, config
+from shoal.escaping import UNDECODABLE
 from shoal.planner.inputs import cluster, memory
 from shoal.planner.inputs.profile import Profile, Shape, Work, profile
 from shoal.planner.strategy import plan
@@ -134,7 +135,7 @@ def shape(tree: config.Config) -> Shape:
         file = Path(model.path) / "config.json"
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, *UNDECODABLE) as error:
             raise ValueError(f"{file} is no Hugging Face configuration: {error}") from None
     fields = {**fields, **model.extra}
     try:

@@ -20,11 +20,13 @@ ELSEWHERE = "?"  # the machine of a peer whose record was not received yet
 
 
 class Members:
-    """`machines`: addresses of peers, as the directory announces them. `labels`: this machine's peers."""
+    """`machines` and `addresses`: where peers are, and where joiners find the run through them, as the directory announces it. `labels`:
+    this machine's peers."""
 
     def __init__(self) -> None:
         self.labels: dict[Peer, str] = {}
         self.machines: dict[Peer, str] = {}
+        self.addresses: dict[Peer, tuple[str, ...]] = {}
         self.join = ""  # the command that adds a peer; '' on a guest's machine
         self.recover = ""  # the command that gives up silent members; '' on a guest's machine
         self.stopped_at: float | None = None  # since when no local peer hears a leader
@@ -40,6 +42,11 @@ class Members:
     def name(self, peer: Peer) -> str:
         """As events and commands call it."""
         return self.labels.get(peer, peer[:6])
+
+    def entries(self, view: View | None) -> tuple[str, ...]:
+        """An address of each member on another machine, for joiners."""
+        others = [m.peer for m in view.members if m.peer not in self.labels] if view is not None else []
+        return tuple(address for peer in others for address in self.addresses.get(peer, ())[:1])
 
     def lines(self, view: View | None, standing: Mapping[str, PeerProgress]) -> list[PeerLine]:
         """Peers on other machines, as the newest view lists them."""

@@ -72,6 +72,7 @@ class RunMonitor:
                 self.presence.listening(label, now)
             case Located():
                 self.everyone.machines[line.peer] = escaped(line.host)
+                self.everyone.addresses[line.peer] = line.addresses
             case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line
@@ -129,6 +130,11 @@ class RunMonitor:
     def labels(self) -> dict[Peer, str]:
         """Of this machine's peers."""
         return self.everyone.labels
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Where joiners find the run through members on other machines."""
+        return self.everyone.entries(self.books.view)
 
     @property
     def started(self) -> bool:

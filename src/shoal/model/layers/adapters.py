@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
 ADAPTER = "default"  # PEFT's name for a model's only adapter
+PREFIX = "base_model.model."  # of PeftModel before the names in its files
+_OTHER_LAYERS = "set tune.targets to the target_modules of its adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -90,8 +92,36 @@ def write(model: PreTrainedModel, config: Config, adapters: dict[str, Tensor], d
     lora.inference_mode = True
     lora.save_pretrained(directory)
     named = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER)
-    prefixed = {f"base_model.model.{name}": value.contiguous() for name, value in named.items()}
+    prefixed = {PREFIX + name: value.contiguous() for name, value in named.items()}
     save_file(prefixed, Path(directory) / "adapter_model.safetensors", {"format": "pt"})
+
+
+def load(model: PreTrainedModel, directory: str) -> None:
+    """Fill the adapters in `model` from a directory of PEFT. ValueError: it adapts other layers, or those of another model."""
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    wanted = (
+        get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+        if any(layers(model))
+        else {}
+    )
+    with safe_open(Path(directory) / "adapter_model.safetensors", framework="pt") as file, torch.no_grad():
+        stored = {name.removeprefix(PREFIX): name for name in file.keys()}
+        for name, value in wanted.items():
+            if name not in stored:
+                raise ValueError(f"tune.adapter = {directory!r} holds no {name}: {_OTHER_LAYERS}")
+            tensor = file.get_tensor(stored[name])
+            if tensor.shape != value.shape:
+                raise ValueError(
+                    f"tune.adapter = {directory!r} is of another base model: its {name} has shape {tuple(tensor.shape)}, and the"
+                    f" one in model.path needs {tuple(value.shape)}"
+                )
+            value.copy_(tensor)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for name in stored:
+        if name.partition(".lora_")[0] in linear:
+            raise ValueError(f"tune.adapter = {directory!r} holds {name}, which would get no adapter: {_OTHER_LAYERS}")
 
 
 def layers(model: PreTrainedModel) -> Iterable[tuple[str, Any]]:

@@ -35,6 +35,8 @@ import difflib
 import math
 import re
 import tomllib
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal import units
+from shoal.escaping import UNDECODABLE
 from shoal.planner.costs.arrays import Floats
 
 NETWORKS = Path(__file__).parent / "networks"  # published measurements and emulated networks; sources inside
@@ -204,6 +207,23 @@ def read_matrices(path: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in NETWORKS.glob("*.npz")))
         raise ValueError(f"{path} is not a file of matrices; name an .npz, or one that comes along: {known}")
+    try:
+        return _stored(path)
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+        *UNDECODABLE,
+    ) as error:
+        raise ValueError(f"{path} is no file of matrices: {error}") from None
+
+
+def _stored(path: Path) -> tuple[Floats, Floats, tuple[str, ...]]:
     with np.load(path) as stored:
         missing = {"delay_ms", "bandwidth_gbps"} - set(stored.files)
         if missing:
@@ -245,7 +265,7 @@ def read(path: str | Path) -> Cluster:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, *UNDECODABLE) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
 
 

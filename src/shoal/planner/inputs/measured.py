@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.escaping import escaped
+from shoal.escaping import UNDECODABLE, escaped
 from shoal.planner.inputs.cluster import Device, device_of
 
 DEVICE_FILE = (
@@ -46,7 +46,7 @@ def device_from(text: str) -> Device | None:
         return None
     try:
         tables = tomllib.loads(text).get("device")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, *UNDECODABLE) as error:
         raise ValueError(f"not TOML: {error}") from None
     if not isinstance(tables, list) or len(tables) != 1:
         raise ValueError("not one [[device]]")

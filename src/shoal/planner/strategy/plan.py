@@ -128,10 +128,8 @@ def load(path: str | Path) -> Plan:
         return msgspec.json.decode(data.decode(), type=Plan)
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is no UTF-8 text; is it the right file?"
-    except msgspec.ValidationError as error:
-        problem = _no_plan(str(error), json.loads(data))
-    except msgspec.DecodeError as error:
-        problem = _no_json(data.decode(), str(error))
+    except (msgspec.DecodeError, RecursionError) as error:
+        problem = _wrong(data.decode(), error)
     raise ValueError(f"{path} is not a plan: {problem}. A whole one: `shoal plan CONFIG --cluster FILE --out {path}`")
 
 
@@ -235,6 +233,17 @@ def _widths(plan: Plan) -> list[str]:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _wrong(text: str, error: Exception) -> str:
+    try:
+        return (
+            _no_plan(str(error), json.loads(text))
+            if isinstance(error, msgspec.ValidationError)
+            else _no_json(text, str(error))
+        )
+    except RecursionError:
+        return "lists or tables that lie hundreds deep in one another"
 
 
 def _no_json(text: str, otherwise: str) -> str:

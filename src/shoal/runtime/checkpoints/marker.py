@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.config import Config, Model, Train
+from shoal.escaping import UNDECODABLE
 from shoal.runtime.checkpoints.storage import File
 
 FORMAT = 1
@@ -104,7 +105,7 @@ def decoded(text: bytes) -> Training:
         if number != FORMAT:
             raise Unreadable(f"foreign: {MARKER} has format {number!r}, this version reads {FORMAT}")
         return _DECODER.decode(msgspec.json.encode(found))
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise Unreadable(f"damaged: {MARKER} cannot be read: {error}") from error
 
 

@@ -57,6 +57,16 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
     if config.data.source == "dataset":
         return Dataset(MappedSamples(config), config.train)
     tokenizer = open_tokenizer(config.data.tokenizer)
+    refuse_unfit(config, tokenizer)
+    if config.data.source == "huggingface":
+        return Dataset(_streamed(config.data, Rows(config.data, tokenizer), config.run.seed), config.train)
+    corpus, weights = open_corpus(config.data), config.data.weights
+    samples = [_packed(part, config, tokenizer, cache) for part in (parts(corpus, weights) if weights else [corpus])]
+    return Dataset(MixedSamples(samples, weights, config.run.seed) if weights else samples[0], config.train)
+
+
+def refuse_unfit(config: Config, tokenizer: Tokenizer) -> None:
+    """ValueError: the tokenizer does not fit the model, or the data."""
     limit = vocabulary(config)
     if tokenizer.vocabulary > limit:
         setting = "model.extra.vocab_size" if config.model.path else "model.vocab_size"
@@ -74,11 +84,6 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
             f"data.format = 'chat', but data.tokenizer = {config.data.tokenizer!r} has no chat template; put a chat_template.jinja"
             " beside its files, or name the tokenizer of a model made for chats"
         )
-    if config.data.source == "huggingface":
-        return Dataset(_streamed(config.data, Rows(config.data, tokenizer), config.run.seed), config.train)
-    corpus, weights = open_corpus(config.data), config.data.weights
-    samples = [_packed(part, config, tokenizer, cache) for part in (parts(corpus, weights) if weights else [corpus])]
-    return Dataset(MixedSamples(samples, weights, config.run.seed) if weights else samples[0], config.train)
 
 
 def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | None) -> PackedSamples:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.messages import Peer, View
-from shoal.escaping import escaped_json
+from shoal.escaping import UNDECODABLE, escaped_json
 from shoal.traffic import StoredBytes, Traffic
 
 
@@ -28,10 +28,11 @@ class Listening(ReportLine, frozen=True):
 
 
 class Located(ReportLine, frozen=True):
-    """Another peer is reached at this host."""
+    """Another peer is reached at this host; a joiner finds the run through `addresses`, too."""
 
     peer: Peer
     host: str
+    addresses: tuple[str, ...] = ()
 
 
 class Agreed(ReportLine, frozen=True):
@@ -95,7 +96,7 @@ def decode(text: bytes) -> AnyLine | None:
     """None: half a line, or output of a library."""
     try:
         line: AnyLine = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None
     return line
 

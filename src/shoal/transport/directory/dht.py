@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.messages import Peer
+from shoal.escaping import UNDECODABLE
 from shoal.transport.budget import Allowance, Budgets
 from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, public_key, written
 from shoal.transport.directory.background_loop import BackgroundLoop
@@ -337,7 +338,7 @@ class Dht:
             peer = msgspec.msgpack.decode(subkey, type=str)
             caller, spent = _source.get() or ("asked", self._members)
             self._records.add(data, caller, time.time(), (peer, expires_s), spent.verified)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, *UNDECODABLE) as error:
             log.debug("a record is refused: %s", error)
             return False
         return not self._kept(peer, expires_s)

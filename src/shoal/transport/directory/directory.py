@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal.escaping import UNDECODABLE
 from shoal.transport.budget import Allowance, Budgets, address_group
 from shoal.transport.directory.background_loop import BackgroundLoop
 from shoal.transport.directory.records import (
@@ -339,7 +340,7 @@ def _announced(prefix: bytes, most: int) -> int:
 def _decoded(data: bytes) -> list[bytes]:
     try:
         return msgspec.msgpack.decode(data, type=list[bytes])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ValueError(f"not a list of records: {error}") from None
 
 

@@ -18,6 +18,8 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of
+from shoal.escaping import UNDECODABLE
+from shoal.transport.addresses import hosts, usable_elsewhere
 from shoal.transport.budget import Allowance, Budget, Budgets
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.identity.invite import Membership
@@ -26,7 +28,7 @@ from shoal.transport.identity.passes import NotWelcome
 TTL_S = 90.0  # several announcements may be lost before a living peer is forgotten
 MAX_SEALED_BYTES = 4096
 MAX_ADDRESSES = 16  # of one peer
-RELAY = "/relay/"  # begins the name of a relay, /relay/HOST/PORT
+RELAY = "/relay/"  # begins the name of a relay, /relay/HOST/PORT/KEY
 MAX_RECORDS = 2048  # a View has 1,000 peers; an ordinary record has 450 bytes
 MAX_RECORDS_BYTES = 2 << 20  # half of what hivemind puts into a message
 KEY_RECORDS = 4  # names of one key: each start of a peer is another
@@ -68,6 +70,17 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     def relays(self) -> tuple[str, ...]:
         return tuple(each for each in self.addresses if each.startswith(RELAY))
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Bootstrap addresses by which a newcomer finds the run through this peer; none of a peer that waits at relays."""
+        if self.relays:
+            return ()
+        if self.directory_port:
+            return tuple(f"{host}:{self.directory_port}" for host in self.hosts if usable_elsewhere(host))
+        return tuple(
+            each for each in self.multiaddrs if "/p2p-circuit" not in each and any(map(usable_elsewhere, hosts([each])))
+        )
+
 
 class Sealed(msgspec.Struct, frozen=True, array_like=True):
     """A record as it travels: its bytes, the key it is signed with, and the pass that admits that key to the run."""
@@ -100,7 +113,7 @@ def opened(data: bytes, run: str, now: float) -> tuple[PeerRecord, Sealed]:
     try:
         sealed = _SEALED.decode(data)
         record = _RECORDS.decode(sealed.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ValueError(f"not a record: {error}") from None
     if record.run != run:
         raise ValueError(f"{record.peer} takes part in another run")

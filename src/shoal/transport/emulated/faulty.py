@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.messages import Message, Peer
+from shoal.escaping import UNDECODABLE
 from shoal.transport.base import Blob, Event, Limits, Lost, Unknown
 from shoal.transport.emulated.shaped import AccessLink, LineQueue, Reachable, loop_time, set_or_due, tell_mistake
 from shoal.transport.wire import encode
@@ -59,7 +60,7 @@ def read(path: Path) -> tuple[Fault, ...]:
     """None when there is no file, or when it is none of ours: nobody's training ends with a torn file."""
     try:
         return _FAULTS.decode(path.read_bytes())
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, *UNDECODABLE):
         return ()
 
 

@@ -21,6 +21,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.core.messages import Override, View
+from shoal.escaping import UNDECODABLE
 from shoal.transport.identity import text as written
 from shoal.transport.identity.identity import PUBLIC_BYTES, Identity, key_id, load_key, public_bytes, sign, verify
 from shoal.transport.identity.passes import MAX_PEERS, ArrayStruct, Grant, Pass, PassList, Revoked, Seconds
@@ -179,7 +180,7 @@ def _decoded(text: str) -> Invite:
     try:
         values = _WRITTEN.decode(written.decoded(text.removeprefix(PREFIX)))
         addresses = written.unpacked(values.addresses)
-    except (ValueError, msgspec.MsgspecError):
+    except (ValueError, *UNDECODABLE):
         raise ValueError("this invite is incomplete or was altered; copy the whole line") from None
     keys = values.keys
     authority, signature, seed = keys[:PUBLIC_BYTES], keys[PUBLIC_BYTES:-SEED_BYTES], keys[-SEED_BYTES:]

@@ -21,6 +21,7 @@ import msgspec
 
 from shoal.core.messages import MAX_LIST_BYTES, Peer
 from shoal.core.names import invite_of, key_of
+from shoal.escaping import UNDECODABLE
 from shoal.transport.identity.identity import PUBLIC_BYTES, key_id, key_id_of, verify
 
 MAX_PASS_BYTES = 1024
@@ -166,7 +167,7 @@ class Membership:
         self._proof = proof
         try:
             self._pass: Pass | None = _PASSES.decode(proof)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             self._pass = None
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -215,7 +216,7 @@ class Membership:
             raise ValueError(f"a list of passes of {len(data)} bytes; at most {MAX_LIST_BYTES}")
         try:
             pass_list = _LISTS.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             raise ValueError("not a list of passes") from None
         if pass_list.version <= self._standing.version:
             return False
@@ -242,7 +243,7 @@ class Membership:
             if not self._renews_mine(grant):
                 return False
             grant.check_signature()
-        except (ValueError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (ValueError, *UNDECODABLE):
             return False
         with self._lock:
             if not self._adopt(grant):
@@ -257,7 +258,7 @@ class Membership:
             if key_id(entry.authority) != self.run or entry.what not in (invite_of(self.name), key_of(self.name)):
                 return False
             entry.check_signature()
-        except (ValueError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (ValueError, *UNDECODABLE):
             return False
         with self._lock:
             known = self._standing
@@ -288,7 +289,7 @@ def _read_pass(proof: bytes, run: str, peer: Peer) -> Grant:
         raise ValueError("malformed pass")
     try:
         shown = _PASSES.decode(proof)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise ValueError("malformed pass") from None
     if key_id(shown.grant.authority) != run:
         raise ValueError(f"its pass is of another run ({key_id(shown.grant.authority)}, not {run})")

@@ -10,7 +10,8 @@ from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from shoal.core.messages import Peer
-from shoal.transport.streams.engine import UNSENT_BYTES, Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.channel import UNSENT_BYTES, Uplink
+from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 
@@ -26,8 +27,9 @@ class ByteStream(Protocol):
     def check_open(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it sends nothing else."""
 
-    def paced(self) -> ByteStream:
-        """For bulk, after the handshake: the same stream, which leaves room for control on a line that both share."""
+    def paced(self, uplink: Uplink | None) -> ByteStream:
+        """For bulk, after the handshake: the same stream, which leaves room for control on a line that both share. `uplink`: what a
+        sender shares with its other connections."""
 
 
 Authenticated = tuple[ByteStream, str]  # a stream, and the key id that its other end has proven

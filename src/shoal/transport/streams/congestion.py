@@ -1,10 +1,13 @@
-"""The congestion window of bulk on a line that it shares with control messages: enough to fill the line, hardly more.
+"""Congestion windows of bulk on a line that it shares with control messages: enough to fill the line, hardly more.
 
-For libp2p.py, where all streams to a peer share one connection. Its queues (unix sockets, 64 frames in each daemon, TCP) hold
-megabytes, and a small message waits behind all of them. So the reader of bulk acknowledges every ACK_BYTES with one byte, and the
-sender keeps within a window that follows the round trip of its own bytes, as in FAST TCP (Wei, Jin, Low and Hegde 2006):
+`CongestionWindow` is for libp2p.py, where all streams to a peer share one connection. Its queues (unix sockets, 64 frames in each
+daemon, TCP) hold megabytes, and a small message waits behind all of them. So the reader of bulk acknowledges every ACK_BYTES with one
+byte, and the sender keeps within a window that follows the round trip of its own bytes, as in FAST TCP (Wei, Jin, Low and Hegde 2006):
 w <- w * (base + allowance) / rtt. FAST allows a number of packets in the queues; here the allowance is a time, as control waits for
-that long. The base is measured again from time to time, with a small window. Decides only: no clock, no socket.
+that long. The base is measured again from time to time, with a small window.
+
+`UplinkWindow` is for channel.py: TCP connections of their own to each peer, which share this machine's uplink. Both decide only: no
+clock, no socket.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
 ACK_BYTES = 64 << 10
 FLOOR_BYTES = 8 * ACK_BYTES  # with half of it, 40 % less through the loopback of a busy machine
@@ -20,6 +25,18 @@ ALLOWED_S = 1e-3  # that bulk may wait in queues, and control behind it; on long
 ALLOWED_PART = 1 / 8  # of the round trip
 FIRST_GROWTH, GROWTH = 2.0, 1.25  # of the window, until it was too large for the first time; later
 BASE_S = 30.0  # after which the base is measured anew, at a few round trips' loss
+
+FIRST_BYTES = 256 << 10  # of an uplink that has not been measured
+LEAST_WINDOW_BYTES = 64 << 10  # of any
+LEAST_BYTES = 16 << 10  # that are worth a call of the system
+UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = (
+    0.01,
+    1 / 10,
+)  # of queue: a time, and a part of the round trip; a busy machine writes late
+ROUND_S = 0.02  # at least
+RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's downlink pass in this time
+FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
+FOREIGN_S = 30.0  # after which that is looked at again
 
 
 class CongestionWindow:
@@ -85,3 +102,82 @@ class CongestionWindow:
             self._growth = GROWTH
             return (self._base_s + allowed_s) / trip_s
         return self._growth if self._used and trip_s < self._base_s + allowed_s / 2 else 1.0
+
+
+class Acknowledged(NamedTuple):
+    """What one connection's receiver has acknowledged lately. `base_s`: its shortest round trip, `trip_s` the present one."""
+
+    nbytes: int
+    trip_s: float
+    base_s: float
+
+
+class UplinkWindow:
+    """How many bytes of all bulk connections of a machine together may be on their way: its rate times (base + allowance).
+
+    For channel.py. Each connection alone (BBR) holds up to twice rate times base, hence several of them a round trip of queue; CUBIC fills
+    any buffer. The sum is limited, not each: a connection that pauses leaves its part to the others at once. The queue is what all
+    connections see beyond their base: a line of one receiver that is full slows nobody else."""
+
+    def __init__(self) -> None:
+        self.size_bytes = FIRST_BYTES
+        self._growth = FIRST_GROWTH
+        self._used = False  # all of the window was, in this round
+        self._round_s = (0.0, 0.0)  # when it began, and when it may end
+        self._acknowledged: list[Acknowledged] = []  # in this round
+        self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds that used the window
+        self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of the same
+        self.queue_s = 0.0  # common to all connections, in the last round
+        self._foreign_s = self._foreign_until = (
+            0.0  # of the queue: it belongs to others, or the way has become longer; and for how long
+        )
+
+    def room_bytes(self, outstanding_bytes: int) -> int:
+        """Bytes that may be sent beside those. 0: wait for acknowledgements."""
+        room = self.size_bytes - outstanding_bytes
+        if room >= LEAST_BYTES:
+            return room
+        self._used = True
+        return 0
+
+    def acknowledged(self, lately: Iterable[Acknowledged], now: float) -> None:
+        self._acknowledged += lately
+        if self._acknowledged and now >= self._round_s[1]:
+            self._next_round(now)
+
+    def _next_round(self, now: float) -> None:
+        nbytes = sum(each.nbytes for each in self._acknowledged)
+        base_s = sum(each.base_s * each.nbytes for each in self._acknowledged) / nbytes
+        self.queue_s = min(each.trip_s - each.base_s for each in self._acknowledged)
+        allowed_s = UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
+        before_Bps = self._highest_Bps(now)
+        rate_Bps = nbytes / max(ROUND_S, now - self._round_s[0])
+        if self._used or rate_Bps > before_Bps:
+            self._rates_Bps.append((now, rate_Bps))
+        self._look_for_others(allowed_s, now)
+        queue_s, base_s = self.queue_s - self._foreign_s, base_s + self._foreign_s
+        if queue_s > allowed_s or (self._used and rate_Bps < GROWTH * before_Bps):
+            self._growth = GROWTH
+        room_s = base_s + allowed_s
+        if queue_s < allowed_s / 2:
+            room_s = max(room_s, base_s * self._growth)
+        least_bytes = FIRST_BYTES if self._growth == FIRST_GROWTH else LEAST_WINDOW_BYTES
+        self.size_bytes = max(least_bytes, int(self._highest_Bps(now) * room_s))
+        self._round_s = (now, now + max(ROUND_S, base_s))
+        self._acknowledged, self._used = [], False
+
+    def _highest_Bps(self, now: float) -> float:
+        while self._rates_Bps and self._rates_Bps[0][0] < now - RATES_S:
+            self._rates_Bps.popleft()
+        return max((rate_Bps for _, rate_Bps in self._rates_Bps), default=0.0)
+
+    def _look_for_others(self, allowed_s: float, now: float) -> None:
+        self._foreign_s = min(self._foreign_s, self.queue_s)
+        if now >= self._foreign_until:
+            self._foreign_s, self._foreign_until = 0.0, now + FOREIGN_S
+            self._queues_s.clear()
+        if self._used:
+            self._queues_s.append(self.queue_s)
+            if len(self._queues_s) == FOREIGN and min(self._queues_s) > self._foreign_s + 2 * allowed_s:
+                self._foreign_s, self._foreign_until = min(self._queues_s), now + FOREIGN_S
+                self._queues_s.clear()

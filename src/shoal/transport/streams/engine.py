@@ -1,8 +1,6 @@
 """Threads that move bytes: each turns one selector over many connections, whose steps are written as generators.
 
-For streams.py and its carriers. A step runs until its connection would block and yields what it waits for. TLS works on memory here and
-the socket is read in large pieces, because that takes a third of the system calls of ssl's own sockets (and they allow no
-reading beside writing); crypto and copies run outside the interpreter's lock.
+For streams.py and its carriers. A step (channel.py has those of TLS) runs until its connection would block and yields what it waits for.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import logging
 import os
 import selectors
 import socket
-import ssl
-import struct
 import sys
 import threading
 import time
@@ -26,13 +22,7 @@ from shoal.transport.base import StreamKind
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 256 << 10  # one read from a socket
-WRITE_BYTES = 256 << 10  # encrypted and handed to a socket at once
 BULK_NICE = 3  # how much lower the threads for bulk rank
-UNSENT_BYTES = 128 << 10  # the system takes no more than it can send soon: what waits there cannot be overtaken
-UNSENT_S = 0.02  # of bulk or more, what it sends in this time: on a busy machine this side wakes late, and the line would be idle
-UNSENT_MOST_BYTES = 4 << 20
-DELIVERY_RATE = struct.Struct("160xQ")  # in Linux's tcp_info: bytes per second, as acknowledged lately
-QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
 LONGEST_S = 3600.0  # asleep; the system takes no more than some weeks
 FAULT_S = 0.01  # pause after a fault of the loop itself
 
@@ -321,175 +311,3 @@ def step_back() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), rank)
         except OSError as error:  # some sandboxes forbid it
             log.debug("this thread cannot rank lower: %s", error)
-
-
-class Channel:
-    """TLS over one non-blocking socket, in steps."""
-
-    def __init__(self, connection: Connection, context: ssl.SSLContext, server_side: bool) -> None:
-        self._connection = connection
-        self._sock = connection.sock
-        self._in = ssl.MemoryBIO()
-        self._out = ssl.MemoryBIO()
-        self._unmeasured_bytes: int | None = None  # of bulk, since the line's rate was read
-        self._tls = context.wrap_bio(self._in, self._out, server_side=server_side)
-
-    def handshake(self) -> Steps:
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                yield from self._flush()
-                yield from self._fill()
-            except ssl.SSLError:
-                yield from self._flush()  # the alert that tells the other side why
-                raise
-            else:
-                yield from self._flush()
-                return
-
-    def certificate(self) -> bytes:
-        shown = self._tls.getpeercert(binary_form=True)
-        assert shown is not None  # the handshake requires one
-        return shown
-
-    def read(self, view: memoryview) -> Steps:
-        """Fill `view`. ConnectionError when the other side has closed."""
-        at = turn = 0
-        while at < view.nbytes:
-            try:
-                got: int = self._tls.read(view.nbytes - at, view[at:])  # type: ignore[assignment]  # a number, as it is given a buffer
-            except ssl.SSLWantReadError:
-                yield from self._fill()
-                continue
-            except ssl.SSLZeroReturnError:
-                got = 0
-            if not got:
-                raise ConnectionError("closed by the other side")
-            at += got
-            turn += got
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def write(self, view: memoryview) -> Steps:
-        turn = 0
-        for at in range(0, view.nbytes, WRITE_BYTES):
-            part = view[at : at + WRITE_BYTES]
-            self._tls.write(part)
-            yield from self._flush()
-            self._follow_rate(part.nbytes)
-            turn += part.nbytes
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def check_open(self) -> None:
-        """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
-        assert self._connection.engine is not None
-        scratch = self._connection.engine.scratch
-        try:
-            got = self._sock.recv_into(scratch)
-        except BlockingIOError:
-            return
-        if not got:
-            raise ConnectionError("closed by the other side")
-        self._in.write(scratch[:got])
-        try:
-            self._tls.read(1)
-        except ssl.SSLWantReadError:
-            return
-        except ssl.SSLZeroReturnError:
-            pass
-        raise ConnectionError("closed by the other side")
-
-    def paced(self) -> Channel:
-        """Bulk has a connection of its own: the system shares the line."""
-        self._unmeasured_bytes = 0
-        return self
-
-    def _follow_rate(self, nbytes: int) -> None:
-        """Let the system take as much bulk as it sends in UNSENT_S, where it says how much that is."""
-        if self._unmeasured_bytes is None:
-            return
-        self._unmeasured_bytes += nbytes
-        if self._unmeasured_bytes >= QUANTUM_BYTES:
-            self._unmeasured_bytes = 0
-            with contextlib.suppress(AttributeError, OSError, struct.error):
-                info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, DELIVERY_RATE.size)
-                unsent_bytes = min(int(DELIVERY_RATE.unpack(info)[0] * UNSENT_S), UNSENT_MOST_BYTES)
-                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max(unsent_bytes, UNSENT_BYTES))
-
-    def _fill(self) -> Steps:
-        while True:
-            assert self._connection.engine is not None
-            scratch = self._connection.engine.scratch  # of the thread this runs in now
-            try:
-                got = self._sock.recv_into(scratch)
-            except BlockingIOError:
-                yield WaitFor.READ
-                continue
-            if not got:
-                raise ConnectionError("closed by the other side")
-            self._in.write(scratch[:got])
-            return
-
-    def _flush(self) -> Steps:
-        waiting = memoryview(self._out.read())
-        while waiting:
-            try:
-                waiting = waiting[self._sock.send(waiting) :]
-            except BlockingIOError:
-                yield WaitFor.WRITE
-
-
-class PlainStream:
-    """A plain socket, in steps: what it carries is encrypted by others."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sock = connection.sock
-
-    def read(self, view: memoryview) -> Steps:
-        at = turn = 0
-        while at < view.nbytes:
-            try:
-                got = self._sock.recv_into(view[at:])
-            except BlockingIOError:
-                yield WaitFor.READ
-                continue
-            if not got:
-                raise ConnectionError("closed by the other side")
-            at += got
-            turn += got
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def write(self, view: memoryview) -> Steps:
-        turn = 0
-        while view:
-            try:
-                sent = self._sock.send(view[:QUANTUM_BYTES])
-            except BlockingIOError:
-                yield WaitFor.WRITE
-                continue
-            view = view[sent:]
-            turn += sent
-            if turn >= QUANTUM_BYTES:
-                turn = 0
-                yield WaitFor.AGAIN
-
-    def check_open(self) -> None:
-        if self.received(1):
-            raise ConnectionError("the other side sent data on a stream of this side's")
-
-    def received(self, most: int) -> bytes:
-        """The bytes that have arrived, without waiting."""
-        try:
-            words = self._sock.recv(most)
-        except BlockingIOError:
-            return b""
-        if not words:
-            raise ConnectionError("closed by the other side")
-        return words

@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.core.messages import PROTOCOL, Peer
+from shoal.escaping import UNDECODABLE
 from shoal.transport.base import StreamKind
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.passes import MAX_GRANT_BYTES, MAX_PASS_BYTES, Membership, NotWelcome
@@ -87,7 +88,7 @@ def check_hello(data: bytes | bytearray, key: str, me: Peer, membership: Members
     not."""
     try:
         hello = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         raise HandshakeRefused("its hello is malformed") from None
     if isinstance(hello, Rejection):
         membership.take_notice(hello.notice)

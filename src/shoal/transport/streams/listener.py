@@ -165,7 +165,7 @@ class Listener:
         yield self._receiver.engine(kind)
         if not self._admission.is_admitted(connection):
             raise ConnectionError("it gave way to another connection")
-        yield from self._receiver.receive(connection, stream.paced() if kind == "bulk" else stream, peer, kind)
+        yield from self._receiver.receive(connection, stream.paced(None) if kind == "bulk" else stream, peer, kind)
 
 
 def _caller(sock: socket.socket) -> str:

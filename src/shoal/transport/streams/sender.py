@@ -17,6 +17,7 @@ from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import ByteStream, Carrier, Route
+from shoal.transport.streams.channel import Uplink
 from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello
 from shoal.transport.streams.presence import Presence
@@ -44,6 +45,7 @@ class Sender(Generic[Route]):
         self._name, self._membership, self._carrier = name, membership, carrier
         self._limits = limits
         self._engines, self._presence, self._warnings = engines, presence, warnings
+        self._uplink = Uplink()
         self._queues: dict[tuple[Peer, StreamKind], SendQueue] = {}
         self._queued_bytes = {"control": QueuedBytes(ALL_CONTROL_BYTES), "bulk": QueuedBytes(math.inf)}
 
@@ -115,7 +117,7 @@ class Sender(Generic[Route]):
         connection.deadline = None
         self._carrier.reached(queue.peer, route)
         self._presence.connected(queue.peer)
-        yield from self._send_frames(stream.paced() if queue.kind == "bulk" else stream, queue)
+        yield from self._send_frames(stream.paced(self._uplink) if queue.kind == "bulk" else stream, queue)
 
     def _send_frames(self, stream: ByteStream, queue: SendQueue) -> Steps:
         while True:

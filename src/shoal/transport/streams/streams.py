@@ -29,11 +29,10 @@ from shoal.transport.streams.admission import Admission
 from shoal.transport.streams.carrier import Carrier, Route
 from shoal.transport.streams.engine import Connection, Engines
 from shoal.transport.streams.listener import Listener
-from shoal.transport.streams.presence import Presence
+from shoal.transport.streams.presence import Presence, UnroutedPeers
 from shoal.transport.streams.receive_queue import ReceiveQueue
 from shoal.transport.streams.receiver import Receiver
 from shoal.transport.streams.sender import Sender
-from shoal.transport.streams.unrouted import UnroutedPeers
 from shoal.transport.wire import encode
 
 log = logging.getLogger(__name__)

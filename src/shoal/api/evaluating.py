@@ -1,0 +1,84 @@
+"""`shoal.evaluate`: the mean loss and perplexity of a model on text that it was not trained on. For `shoal eval`, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal import config as configuration
+from shoal.config import Config
+from shoal.launcher.files import saved
+from shoal.runtime.checkpoints import marker
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """Of one text. `loss`: mean of the natural logarithms over the counted tokens; `perplexity` is e to it."""
+
+    path: str
+    samples: int
+    tokens: int  # predicted and counted, each once
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+Progress = Callable[[int, int, float], None]  # samples done, samples, mean loss so far
+
+
+def evaluate(
+    place: str | Path,
+    paths: Iterable[str | Path],
+    *settings: str,
+    samples: int = 0,
+    base: str | None = None,
+    on_progress: Progress = lambda done, count, loss: None,
+) -> list[Evaluation]:
+    """The model of a run's newest checkpoint, a checkpoint, or any model directory, on each of the files, directories or globs.
+
+    settings: of [data] and [device], as for `shoal run`; what they do not say is as in training: tokenizer, format (a chat counts the
+    assistant's tokens alone), data.sequence. samples: at most so many of each, evenly spaced; 0 takes all. base: where the base model of
+    adapters lies now. The whole model is in memory, in train.dtype.
+    ValueError: no checkpoint, no such text, a wrong row, or a tokenizer that does not fit the model."""
+    from shoal.executor.serving import Chain
+    from shoal.runtime.data.heldout import open_held_out
+
+    source = saved.checkpoint(str(place))
+    config = config_of(source, base, settings)
+    texts = [(str(path), open_held_out(config, path, samples)) for path in paths]
+    if not texts:
+        raise ValueError(f"nothing to evaluate {place} on; name files of held-out text")
+    chain = Chain(config, source)
+    return [
+        mean(path, text.count, chain.losses(map(text.sample, range(text.count))), on_progress) for path, text in texts
+    ]
+
+
+def mean(path: str, samples: int, losses: Iterator[Sequence[tuple[float, int]]], on_progress: Progress) -> Evaluation:
+    """Of (sum of the losses, counted tokens) of each sample, batch by batch; added without rounding, so the order does not matter."""
+    sums: list[float] = []
+    tokens = 0
+    for batch in losses:
+        sums += [loss for loss, _ in batch]
+        tokens += sum(counted for _, counted in batch)
+        on_progress(len(sums), samples, math.fsum(sums) / max(1, tokens))
+    if not tokens:
+        raise ValueError(f"{path}: no token of it counts")
+    return Evaluation(path, samples, tokens, math.fsum(sums) / tokens)
+
+
+def config_of(source: Path, base: str | None, settings: Sequence[str]) -> Config:
+    """Of the run that wrote the checkpoint; of any other model directory the defaults, with its tokenizer."""
+    if (source / "adapter_config.json").is_file():
+        config = saved.adapted(source, base)
+    elif (source / marker.MARKER).is_file():
+        config = marker.decoded((source / marker.MARKER).read_bytes()).config
+    else:
+        config = configuration.load(
+            None, [f"model.path={source}", f"data.tokenizer={source}", "data.source=text", "data.path=-"]
+        )
+    return configuration.from_tree(configuration.overridden(configuration.to_tree(config), settings))

@@ -1,0 +1,65 @@
+"""`shoal eval PLACE TEXT... [a.b=c ...]`: the loss and perplexity of a checkpoint on text that it was not trained on.
+
+    shoal eval runs/NAME held-out.jsonl
+    shoal eval ./model wiki.txt news.txt data.sequence=1024 --json
+
+Text is read as in training: the run's tokenizer, format and data.sequence. Each token that can be predicted counts once; of a chat the
+assistant's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+
+import msgspec
+
+SHOW_S = 2.0  # between two lines of progress
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "place", help="a checkpoint or any model directory; or the directory of a run, for its newest checkpoint"
+    )
+    parser.add_argument(
+        "words", nargs="+", metavar="TEXT | a.b=c", help="files, directories or globs of held-out text; and settings"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="at most so many samples of each, evenly spaced (default: all)",
+    )
+    parser.add_argument("--base", metavar="DIR", help="of adapters: where their base model lies now")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each text")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.samples < 0:
+        raise ValueError(f"--samples {args.samples}: must be 1 or more, or left out for all")
+    from shoal.api.evaluating import evaluate
+
+    shown_s = time.monotonic()
+
+    def progress(done: int, count: int, loss: float) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s >= SHOW_S:
+            shown_s = time.monotonic()
+            print(f"{done:,} of {count:,} samples: loss {loss:.4f} so far", file=sys.stderr, flush=True)
+
+    texts = [word for word in args.words if "=" not in word]
+    settings = [word for word in args.words if "=" in word]
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no result
+        results = evaluate(args.place, texts, *settings, samples=args.samples, base=args.base, on_progress=progress)
+    for result in results:
+        if args.json:
+            print(msgspec.json.encode({**msgspec.structs.asdict(result), "perplexity": result.perplexity}).decode())
+            continue
+        print(
+            f"{result.path}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}"
+            f" ({result.tokens:,} tokens in {result.samples:,} samples)"
+        )
+    return 0

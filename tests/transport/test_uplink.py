@@ -1,0 +1,110 @@
+"""What the window of all bulk on an uplink promises: the line stays full, control hardly waits, nothing gets stuck; on a modelled line."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from shoal.transport.streams.congestion import (
+    FOREIGN_S,
+    LEAST_WINDOW_BYTES,
+    RATES_S,
+    ROUND_S,
+    UPLINK_ALLOWED_PART,
+    UPLINK_ALLOWED_S,
+    Acknowledged,
+    UplinkWindow,
+)
+
+MB = 1e6
+PIECE_BYTES = 16 << 10
+
+
+class Uplink:
+    """Connections with these round trips share a line; all have data without end. `foreign_s`: what others hold in its buffer."""
+
+    def __init__(self, rate_Bps: float, *trips_s: float) -> None:
+        self.window = UplinkWindow()
+        self.rate_Bps, self.trips_s = rate_Bps, trips_s
+        self.base_s = trips_s
+        self.foreign_s = 0.0
+        self.now = self.free = 0.0  # `free`: when all that was sent has left
+        self.outstanding = 0
+        self._sent: deque[tuple[float, int, float]] = deque()  # when acknowledged, by whom, its round trip
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """MB/s that were acknowledged, and the mean time that a control message would have waited here, in seconds."""
+        until, arrived, waits, turn = self.now + seconds, 0, [], 0
+        while self.now < until:
+            while self.window.room_bytes(self.outstanding):
+                self.free = max(self.free, self.now) + PIECE_BYTES / self.rate_Bps
+                who = turn = (turn + 1) % len(self.trips_s)
+                trip_s = self.free - self.now + self.trips_s[who] + self.foreign_s
+                self._sent.append((self.now + trip_s, who, trip_s))
+                self.outstanding += PIECE_BYTES
+            waits.append(max(0.0, self.free - self.now))
+            self.now += 0.004
+            lately = []
+            for each in [each for each in self._sent if each[0] <= self.now]:
+                self._sent.remove(each)
+                lately.append(Acknowledged(PIECE_BYTES, each[2], self.base_s[each[1]]))
+                self.outstanding -= PIECE_BYTES
+                arrived += PIECE_BYTES
+            self.window.acknowledged(lately, self.now)
+        return arrived / seconds / MB, sum(waits) / len(waits)
+
+
+def allowed_s(base_s: float) -> float:
+    return UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
+
+
+@pytest.mark.parametrize(
+    ("rate_MBps", "trips_s"),
+    [(25, (0.1,)), (25, (0.1,) * 4), (25, (0.02, 0.1, 0.3)), (2.5, (0.04, 0.04)), (12, (0.3,)), (60, (0.002,))],
+)
+def test_a_line_is_filled_and_control_waits_for_the_allowance(rate_MBps: float, trips_s: tuple[float, ...]) -> None:
+    line = Uplink(rate_MBps * MB, *trips_s)
+    line.run(30 * max(ROUND_S, *trips_s))  # finds the window
+    got_MBps, wait_s = line.run(5.0)
+    assert got_MBps > 0.95 * rate_MBps
+    assert wait_s < 1.5 * allowed_s(max(trips_s)) + LEAST_WINDOW_BYTES / rate_MBps / MB
+
+
+def test_a_line_that_becomes_slower_is_not_flooded_and_one_that_becomes_faster_is_used() -> None:
+    line = Uplink(25 * MB, 0.1, 0.1)
+    line.run(3.0)
+    line.rate_Bps = 5 * MB
+    line.run(
+        RATES_S + 2 * FOREIGN_S
+    )  # at first what it has measured still counts, and its own queue looks like another's
+    got_MBps, wait_s = line.run(3.0)
+    assert got_MBps > 0.95 * 5 and wait_s < 1.5 * allowed_s(0.1)
+    line.rate_Bps = 25 * MB
+    line.run(3.0)
+    got_MBps, _ = line.run(3.0)
+    assert got_MBps > 0.95 * 25
+
+
+@pytest.mark.parametrize("change", ["longer", "others"])
+def test_a_queue_of_others_or_a_longer_way_does_not_close_it(change: str) -> None:
+    """The system remembers the shortest round trip for five minutes."""
+    line = Uplink(25 * MB, 0.05, 0.05)
+    line.run(3.0)
+    if change == "longer":
+        line.trips_s = (0.25, 0.25)
+    else:
+        line.foreign_s = 0.2
+    got_MBps, _ = line.run(60.0)
+    assert got_MBps > 0.85 * 25
+    line.trips_s, line.foreign_s = (0.05, 0.05), 0.0
+    line.run(RATES_S + 2 * FOREIGN_S)
+    got_MBps, wait_s = line.run(3.0)
+    assert got_MBps > 0.95 * 25 and wait_s < 1.5 * allowed_s(0.05)
+
+
+def test_it_does_not_grow_while_it_is_not_used() -> None:
+    window = UplinkWindow()
+    for index in range(1000):
+        window.acknowledged([Acknowledged(1000, 0.1, 0.1)], index * 0.1)
+    assert window.size_bytes < 1 << 20
