@@ -70,21 +70,27 @@ def wrong_sums(group: Sequence[Peer], reduced: dict[Peer, Reduced], most_lost: f
     silent = [peer for peer in group if len(sums[peer]) != len(group)]
     if silent:
         return WrongSums(tuple((peer, "does not say what its sums are made of") for peer in silent))
-    guilty, accusers = dict[Peer, str](), dict[Peer, list[Peer]]()
+    guilty, words = dict[Peer, str](), list[tuple[Peer, Peer]]()
     for at, owner in enumerate(group):
-        said = sums[owner][at]
+        said, others = sums[owner][at], [(place, peer) for place, peer in enumerate(group) if peer != owner]
+        accusers = [peer for place, peer in others if _differ(said, sums[peer][at], place)]
         if _contradictory(said, most_lost):
             guilty[owner] = "its sums are not those of the parts that it lists"
-        accusers[owner] = [
-            peer for place, peer in enumerate(group) if peer != owner and _differ(said, sums[peer][at], place)
-        ]
-        if len({key_of(peer) for peer in accusers[owner]}) > 1:
-            guilty[owner] = f"its sums are not those of the parts of {' and '.join(accusers[owner])}"
-    words = [(by[0], owner) for owner, by in accusers.items() if len(by) == 1 and not {owner, by[0]} & guilty.keys()]
-    for peer in group:
-        if len(accused := [owner for by, owner in words if by == peer]) > 1:
-            guilty[peer] = f"is the only one to find fault with the sums of {' and '.join(accused)}"
-    left = tuple((by, owner, f"sums that are not those of {by}'s parts") for by, owner in words if by not in guilty)
+        elif len({key_of(peer) for peer in accusers}) > 1:
+            guilty[owner] = f"its sums are not those of the parts of {' and '.join(accusers)}"
+        else:
+            words += [(by, owner) for by in accusers]
+    return _judged(guilty, [(by, owner) for by, owner in words if by not in guilty])
+
+
+def _judged(guilty: dict[Peer, str], words: list[tuple[Peer, Peer]]) -> WrongSums | None:
+    """`words`: who alone finds fault with whom; who does so with several is guilty, too."""
+    accused: dict[Peer, list[Peer]] = {}
+    for by, owner in words:
+        accused.setdefault(by, []).append(owner)
+    several = {by: owners for by, owners in accused.items() if len(owners) > 1}
+    guilty |= {by: f"is the only one to find fault with the sums of {' and '.join(of)}" for by, of in several.items()}
+    left = tuple((by, owner, f"sums that are not those of {by}'s parts") for by, owner in words if by not in several)
     return WrongSums(tuple(guilty.items()), left) if guilty or left else None
 
 

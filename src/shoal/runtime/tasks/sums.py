@@ -79,12 +79,7 @@ class Sums:
             pieces.copy_(reduced[at : at + len(part)], part)
             at += len(part)
         self._gathering = None if task.last else (key, stop, reduced)
-        digests = tuple(hashed(one) for one in sums) if own else ()
-        sketches = tuple(
-            Sketch(*sketch(one, digest)) if one is not None else Sketch()
-            for total, part, digest in zip(sums if own else (), own, digests, strict=True)
-            for one in (total, part)
-        )
+        digests, sketches = _checks(sums, own) if own else ((), ())
         if not task.last:
             return Result(digests=digests, sketches=sketches)
         squares = norm_sq(reduced)
@@ -112,6 +107,14 @@ class Sums:
     def _forget(self) -> None:
         self.reduced.clear()
         self._gathering = None
+
+
+def _checks(sums: list[torch.Tensor], own: list[torch.Tensor | None]) -> tuple[tuple[str, ...], tuple[Sketch, ...]]:
+    """The digest of each sum, and sketches of it and of this replica's part of it."""
+    digests, sketches = tuple(map(hashed, sums)), list[Sketch]()
+    for total, part, digest in zip(sums, own, digests, strict=True):
+        sketches += [Sketch(*sketch(total, digest)), Sketch(*sketch(part, digest)) if part is not None else Sketch()]
+    return digests, tuple(sketches)
 
 
 def flat(part: torch.Tensor) -> torch.Tensor:
