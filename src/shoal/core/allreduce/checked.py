@@ -70,6 +70,11 @@ def wrong_sums(group: Sequence[Peer], reduced: dict[Peer, Reduced], most_lost: f
     silent = [peer for peer in group if len(sums[peer]) != len(group)]
     if silent:
         return WrongSums(tuple((peer, "does not say what its sums are made of") for peer in silent))
+    return _compared(group, sums, most_lost)
+
+
+def _compared(group: Sequence[Peer], sums: dict[Peer, tuple[OwnedSums, ...]], most_lost: float) -> WrongSums | None:
+    """Every owner's words with its own parts, and with those of the others."""
     guilty, words = dict[Peer, str](), list[tuple[Peer, Peer]]()
     for at, owner in enumerate(group):
         said, others = sums[owner][at], [(place, peer) for place, peer in enumerate(group) if peer != owner]

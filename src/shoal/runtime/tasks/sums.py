@@ -79,7 +79,7 @@ class Sums:
             pieces.copy_(reduced[at : at + len(part)], part)
             at += len(part)
         self._gathering = None if task.last else (key, stop, reduced)
-        digests, sketches = _checks(sums, own) if own else ((), ())
+        digests, sketches = _checks(sums, own)
         if not task.last:
             return Result(digests=digests, sketches=sketches)
         squares = norm_sq(reduced)
@@ -111,6 +111,8 @@ class Sums:
 
 def _checks(sums: list[torch.Tensor], own: list[torch.Tensor | None]) -> tuple[tuple[str, ...], tuple[Sketch, ...]]:
     """The digest of each sum, and sketches of it and of this replica's part of it."""
+    if not own:
+        return (), ()
     digests, sketches = tuple(map(hashed, sums)), list[Sketch]()
     for total, part, digest in zip(sums, own, digests, strict=True):
         sketches += [Sketch(*sketch(total, digest)), Sketch(*sketch(part, digest)) if part is not None else Sketch()]

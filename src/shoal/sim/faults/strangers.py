@@ -276,10 +276,10 @@ class HostileMask:
         """What leaves instead; None: nothing."""
         strangers, node = self.strangers, self.node
         acts = strangers.acting.get(self.one.key) and not node.machine.leading and strangers.beside(node)
-        node.runner.wrong = bool(acts) and "wrong" in self.one.acts
+        node.runner.rounds.wrong = bool(acts) and "wrong" in self.one.acts
         if not acts:
             return message, values
-        if node.runner.wrong and isinstance(message, m.GatherChunk):
+        if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
             strangers.context.count("wrong")
         sent: Sent | None = message, values
         for act in self.one.acts:

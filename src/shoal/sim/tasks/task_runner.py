@@ -169,6 +169,7 @@ class Rounds:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.wrong = False  # it adds something up twice, on purpose
         self._reduced: dict[int, Reduced] = {}
         self._gathered: list[Blob] = []  # of the round that goes piece by piece
 
@@ -220,14 +221,13 @@ class TaskRunner:
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
         self.unlike = False  # its optimizer has other bits than the others'
-        self.wrong = False  # it adds something up twice, on purpose
         self._times = after, now
         self.stage = -1
         self.version = -1
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self._rounds = Rounds(world)
+        self.rounds = Rounds(world)
         self.transfer = StateTransfer()
         self._texts = Texts()
 
@@ -279,7 +279,7 @@ class TaskRunner:
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self.pace.share = 1.0
-        self._rounds.forget()
+        self.rounds.forget()
         self.transfer.forget_download()
         self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
@@ -353,7 +353,7 @@ class TaskRunner:
 
     def _add(self, task: m.Add, inputs: Sequence[Blob]) -> m.Result:
         total = _added(inputs)
-        self._put(task.out, (*total[:4], (*total[4], *total[4][:1])) if self.wrong else total)
+        self._put(task.out, (*total[:4], (*total[4], *total[4][:1])) if self.rounds.wrong else total)
         return m.Result(sketches=(*(sketch_of(part) for part in inputs), m.Sketch())) if task.check else m.Result()
 
     def _add_row(self, task: m.AddRow, inputs: Sequence[Blob]) -> m.Result:
@@ -365,14 +365,14 @@ class TaskRunner:
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
-        return self._rounds.gather(task, inputs, self.stage)
+        return self.rounds.gather(task, inputs, self.stage)
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
         if task.skip:
             digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
         else:
-            chunks = self._rounds.reduced(task.round).chunks
+            chunks = self.rounds.reduced(task.round).chunks
             scale = [task.scale] if self.world.tokens else []
             digest = short(self.digest, task.step, chunks, task.norm, *scale, *([UNLIKE] if self.unlike else []))
         if self.unlike or self.digest.startswith(UNLIKE):
