@@ -29,6 +29,7 @@ from random import Random
 
 import msgspec
 import numpy as np
+import torch
 
 from report import Target, parse, report
 from shoal import build, codec
@@ -38,6 +39,7 @@ from shoal.core import messages as m
 from shoal.executor.answers import known_answers
 from shoal.launcher.peer import die_with
 from shoal.runtime.node import Node
+from shoal.runtime.tasks.coding import Held
 from shoal.sim.faults import edges
 from shoal.sim.faults.lies import Lies, Situation, unasked
 from shoal.sim.faults.strangers import coups
@@ -54,7 +56,7 @@ HONEST_AGAIN = 5  # kinds between two honest runs, with which those are compared
 HEAVY = 1e14  # below what a driver refuses
 KINDS = (
     "honest", "withhold", "held", "missing", "refuse", "busy", "idle", "slow", "rate",
-    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "parts", "wrong sums", "unequal sums",
+    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "parts", "wrong sums", "wrong totals",
     "mute", "gone", "coming", "books:all", "books:twice", "books:impossible", "frozen", "far", "loss",
     "complain", "culprit", "waits", "unable", "nonfinite", "coup", "queries", "fuzz",
 )  # fmt: skip
@@ -99,6 +101,8 @@ class Liar:
         self.rng, self.name = np.random.default_rng(0), node.machine.name
         settings = node.machine.settings
         self.lies = Lies[Blob](self.name, settings, lambda: node.machine.view, self.heavy, books or "all")
+        if "wrong totals" in self.acts:
+            self.add_up_wrong()
         self.really = node.transport.send
         node.transport.send = self.send  # type: ignore[method-assign]
 
@@ -106,6 +110,18 @@ class Liar:
     def acting(self) -> bool:
         view = self.node.machine.view
         return view is not None and view.started and not self.node.machine.leading
+
+    def add_up_wrong(self) -> None:
+        """Noise for the sums of its chunks: the same for itself and all others, so that their digests agree."""
+        averaging = self.node.runner._sums.averaging  # type: ignore[attr-defined]
+        really = averaging.sum
+
+        def wrong(total: torch.Tensor, parts: tuple[str, ...]) -> Held:
+            if self.acting:
+                total += torch.from_numpy(self.random(total.numpy())).float()
+            return really(total, parts)
+
+        averaging.sum = wrong
 
     def heavy(self, message: m.Message, value: Blob) -> Blob:
         return self.values(value, lambda array: np.full_like(array, HEAVY))
@@ -136,7 +152,7 @@ class Liar:
 
     def changed(self, act: str, peer: m.Peer, message: m.Message, blobs: tuple[Blob, ...]) -> Sent | None:
         kinds: dict[str, type[m.Message]] = {
-            "noise": m.BoundaryTensor, "parts": m.ReduceChunk, "wrong sums": m.GatherChunk, "unequal sums": m.GatherChunk
+            "noise": m.BoundaryTensor, "parts": m.ReduceChunk, "wrong sums": m.GatherChunk
         }  # fmt: skip
         if act not in kinds:
             return self.lies.sends(act, message, blobs)

@@ -80,7 +80,7 @@ def test_a_round_whose_books_are_disjoint_and_whole_is_taken_part_in() -> None:
 
 def test_a_ready_joiner_that_brings_nothing_takes_part() -> None:
     view = a_view(joining=(Member("d", 0),))
-    message = a_round((Share("a", (2, 0)), Share("b", (1, 3)), Share("d", ()), COUNT), WHOLE)
+    message = a_round((Share("a", (2, 0)), Share("b", (1, 3)), Share("d", ())), WHOLE)
 
     assert objection(message, view, Share("d", ()), COUNT) == ""
 

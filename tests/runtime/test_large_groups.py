@@ -12,8 +12,10 @@ import torch
 from tests import reference
 from tests.rounds import Group
 
+from shoal import codec
 from shoal.config import Config, Device, Network, Run, Train
 from shoal.core import messages as m
+from shoal.core.allreduce.checked import wrong_sums
 from shoal.core.allreduce.layout import rows_of
 from shoal.runtime.tasks.task_runner import TaskRunner
 
@@ -125,6 +127,7 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
     for part in values[1:]:
         wanted += part
     assert len(group.reduced) == len(UNLIKE) and not group.failures
+    assert wrong_sums(group.names, group.reduced, 0.0) is None and all(one.sums for one in group.reduced.values())
     assert all(torch.equal(one.reduced(7), wanted) for one in groups_of_tensors)
 
 
@@ -152,6 +155,7 @@ def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
         group.run()
         digests = {one.digest for one in group.reduced.values()}
         assert len(group.reduced) == replicas and len(digests) == 1
+        assert wrong_sums(group.names, group.reduced, codec.LOST[how]) is None
         for name, one in zip(group.names, groups_of_tensors, strict=True):
             gathered = one.runner._sums.reduced[STEP, number]
             one.runner._sums.averaging.applied(gathered.left)
@@ -164,6 +168,29 @@ def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(
     )
     assert float((applied + left - total).norm() / total.norm()) < 1e-6
     assert float((applied - total).norm() / total.norm()) > 1e-4, "the codes do leave something out"
+
+
+@pytest.mark.parametrize("how", list(codec.LOST))
+@pytest.mark.parametrize(("replicas", "piece_values"), [(2, 0), (3, 2100)])
+def test_who_sends_all_the_same_wrong_sum_is_named_however_little_it_is_wrong(
+    groups_of_tensors: list[Tensors], how: str, replicas: int, piece_values: int
+) -> None:
+    """By 1 % of it."""
+    group = a_group(groups_of_tensors, replicas, how, piece_values)
+    for one in groups_of_tensors:
+        one.executor.sum.copy_(torch.randn(LENGTH, generator=torch.Generator().manual_seed(1)))
+    averaging = groups_of_tensors[1].runner._sums.averaging
+    really = averaging.sum
+
+    def wrong(total: torch.Tensor, parts: tuple[str, ...]) -> Any:
+        return really(total.add_(torch.randn(len(total)), alpha=0.01 * replicas), parts)
+
+    averaging.sum = wrong  # type: ignore[method-assign]
+    group.begin()
+    group.run()
+    finding = wrong_sums(group.names, group.reduced, codec.LOST[how])
+    assert len({one.digest for one in group.reduced.values()}) == 1, "nobody would notice"
+    assert finding is not None and [peer for peer, _ in finding.guilty] == ["p01"] and not finding.words
 
 
 def test_rows_of_the_reference_are_those_of_the_rounds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shoal import codec
 from shoal.config.sections import device, train
 from shoal.config.sections.run import Run
 from shoal.config.sections.train import microbatches
@@ -83,6 +84,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         activation_store_bytes=config.network.activation_store_bytes,
         nonfinite=config.train.on_nonfinite,
         stage_seconds=run.stage_seconds,
+        averaging_error=codec.LOST[config.network.averaging],
         piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,
         seat=list(run.placement).index(config.device.machine) if config.device.machine else -1,

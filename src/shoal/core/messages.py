@@ -688,14 +688,34 @@ class Resend(Wire, frozen=True):
     sum: bool
 
 
+class Sketch(Value, frozen=True):
+    """Of a vector: its products with four vectors of +1 and -1, and its squared norm. Products of two vectors add up to those of their
+    sum."""
+
+    products: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    norm_sq: float = 0.0
+
+
+class OwnedSums(Value, frozen=True):
+    """What a replica knows of the chunks that one owner has added up (core/allreduce/checked.py). `part`: of its own gradient. The owner
+    itself lists the `parts` that it received, in group order, and what encoding the sums has `lost`."""
+
+    digest: Digest
+    sum: Sketch
+    part: Sketch = Sketch()
+    parts: Annotated[tuple[Sketch, ...], msgspec.Meta(max_length=16)] = ()
+    lost: Sketch = Sketch()
+
+
 class Reduced(Wire, frozen=True):
-    """Replica to leader: I hold the group's reduced gradient."""
+    """Replica to leader: I hold the group's reduced gradient. `sums`: of each owner, in group order; of groups in rows, none."""
 
     epoch: Count
     step: Count
     round: Count
     digest: Digest
     norm_sq: float
+    sums: Annotated[tuple[OwnedSums, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class RoundWaits(Wire, frozen=True):
@@ -1061,6 +1081,8 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     nbytes: int = 0
     tokens: tuple[int, ...] = ()
     scores: tuple[float, ...] = ()
+    digests: tuple[str, ...] = ()
+    sketches: tuple[Sketch, ...] = ()
 
 
 class Done(Event, frozen=True):
@@ -1256,7 +1278,7 @@ class Cut(TaskBase, frozen=True):
 
 
 class Add(TaskBase, frozen=True):
-    """Add blobs `parts` in that order into blob `out`."""
+    """Add blobs `parts` in that order into blob `out`. Result, with `check`: sketches of the parts and of what encoding lost."""
 
     lane = "average"
     purpose = "round"
@@ -1264,6 +1286,7 @@ class Add(TaskBase, frozen=True):
     outputs = ("out",)
     parts: tuple[str, ...]
     out: str
+    check: bool = False
 
 
 class AddRow(TaskBase, frozen=True):
@@ -1281,16 +1304,18 @@ class AddRow(TaskBase, frozen=True):
 
 class Gather(TaskBase, frozen=True):
     """Put `sums` one after another into the reduced gradient of `round`, from value `start` on. With `last` it is whole.
-    Result, then: digest, norm_sq (fp64). Failed: non-finite values."""
+    Result, then: digest, norm_sq (fp64). With `own`, this replica's parts of the same chunks ('' where it has added them up): digests
+    of the sums, and sketches of each sum and part. Failed: non-finite values."""
 
     lane = "average"
     purpose = "round"
-    inputs = ("sums",)
+    inputs = ("sums", "own")
     step: int
     round: int
     sums: tuple[str, ...]
     start: int = 0
     last: bool = True
+    own: tuple[str, ...] = ()
 
 
 class Apply(TaskBase, frozen=True):
@@ -1498,6 +1523,7 @@ class Settings(msgspec.Struct, frozen=True):
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
+    averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none

@@ -89,3 +89,29 @@ def sum_of_squares(values: Values) -> float:
         for i in range(half):
             sums[i] += sums[rest + i]
     return float(sums[0])
+
+
+@kernel
+def sketch(values: Values, seed: int, first: int, sums: NDArray[np.float64]) -> None:
+    """Add to `sums`: the products of `values`, a multiple of LANES, with four vectors of signs, of which these are numbers `first` and
+    on, and the sum of squares."""
+    one, two = np.uint64(1), np.float64(2.0)
+    a, b, c, d, squares = np.zeros(LANES), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES), np.zeros(LANES)
+    for i in range(0, values.size, LANES):
+        mixed = (np.uint64(first + i) + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+        for j in range(LANES):
+            value, bits = np.float64(values[i + j]), mixed >> np.uint64(j)
+            squares[j] += value * value
+            a[j] += value * (1.0 - two * np.float64(np.int64(bits & one)))
+            b[j] += value * (1.0 - two * np.float64(np.int64((bits >> np.uint64(LANES)) & one)))
+            c[j] += value * (1.0 - two * np.float64(np.int64((bits >> np.uint64(2 * LANES)) & one)))
+            d[j] += value * (1.0 - two * np.float64(np.int64((bits >> np.uint64(3 * LANES)) & one)))
+    for j in range(LANES):
+        sums[0] += a[j]
+        sums[1] += b[j]
+        sums[2] += c[j]
+        sums[3] += d[j]
+        sums[4] += squares[j]

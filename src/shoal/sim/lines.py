@@ -81,7 +81,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
                 received = sum(map(_values, inputs))
                 return decode_s(travel.averaging, received) + encode_s(travel.averaging, received / len(inputs))
             case m.Gather():
-                return decode_s(travel.averaging, sum(map(_values, inputs)))
+                return decode_s(travel.averaging, sum(map(_values, inputs[: len(task.sums)])))
         return 0.0
 
 

@@ -19,8 +19,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from shoal.core.allreduce.checked import SumChecks
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
-from shoal.core.allreduce.layout import Layout, Role, early_parts, fenced, objection, split
+from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
+from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, sums_for_others
 from shoal.core.latency import Latency
 from shoal.core.messages import (
     Add,
@@ -53,23 +55,6 @@ TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it 
 ASKS = 6  # after so many the pause between two does not double any more
 
 
-Work = Cut | AddRow | Add | Gather
-
-
-class Piece(msgspec.Struct):
-    """One piece of the gradient on its way through a round; most rounds have only one."""
-
-    layout: Layout
-    role: Role  # mine in it
-    number: int = 0
-    cut: dict[int, str] = msgspec.field(default_factory=dict)  # my, or my row's, part of each chunk, once cut
-    parts: dict[int, dict[Peer, str]] = msgspec.field(default_factory=dict)  # of each chunk that I add up
-    sums: dict[int, str] = msgspec.field(default_factory=dict)  # of the piece's chunks
-    before: dict[int, str] = msgspec.field(default_factory=dict)  # sums of the piece before this one, that I tell
-    adding: dict[str, int] = msgspec.field(default_factory=dict)  # by task, also past ones of the piece: which chunk
-    gathering: bool = False
-
-
 class Current(msgspec.Struct):
     """The round under way. `live` are the blobs held for it, in the order of their arrival; dicts keep that order."""
 
@@ -87,6 +72,7 @@ class Current(msgspec.Struct):
     )  # ReduceChunk or (True) GatherChunk; not requested again since
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
+    checks: SumChecks = msgspec.field(default_factory=SumChecks)
     reduced: Reduced | None = None
 
 
@@ -321,16 +307,18 @@ class Rounds:
                 cut = dict(zip(sorted(current.piece.role.forwards), task.outs, strict=True))
                 return _forget(current, task.parts) + self._send_cut(current, current.piece.role.forwards, cut)
             case Add():
+                current.checks.on_added(self._name, done.result)
                 sends = self._send_sum(current, current.piece.adding[task.id], task.out)
                 return sends + _forget(current, task.parts) + self._go_on(current)
-            case Gather() if not task.last:
-                return self._next_piece(current, now)
             case Gather():
+                current.checks.on_gathered(current.piece.layout.owners, done.result)
+                if not task.last:
+                    return self._next_piece(current, now)
                 self._usual.add(now - current.began)
-                of = current.message
-                current.reduced = Reduced(of.epoch, of.step, of.round, done.result.digest, done.result.norm_sq)
+                of, result, sums = current.message, done.result, current.checks.of(current.group)
+                current.reduced = Reduced(of.epoch, of.step, of.round, result.digest, result.norm_sq, sums)
                 current.wake = now + 2 * self._settings.heartbeat_s
-                kept = _sums_for_others(current)
+                kept = sums_for_others(current.piece)
                 over = tuple(blob for chunk, blob in current.piece.sums.items() if chunk not in kept)
                 return _forget(current, over) + self._report()
 
@@ -353,7 +341,7 @@ class Rounds:
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
-        before = _sums_for_others(current)
+        before = sums_for_others(current.piece)
         commands = _forget(current, tuple(blob for blob in current.live if blob not in before.values()))
         current.sent = {asked for asked in current.sent if asked[1] in before and asked[2]}
         number = current.piece.number + 1
@@ -405,14 +393,15 @@ class Rounds:
             current.piece.gathering = True
             sums = tuple(current.piece.sums[number] for number in role.receives)
             start, last = current.piece.layout.bounds[0], current.piece.layout.last
-            commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last))
+            own = own_parts(current.piece)
+            commands += self._do(current, Gather(self._task_id(), round_.step, round_.round, sums, start, last, own))
         return commands
 
     def _add(self, current: Current, number: int, parts: tuple[str, ...]) -> list[Command]:
         """Of the group's sum, or of my row's, which is cut for those who add up the rows."""
         task: Add | AddRow
         if number in current.piece.role.receives:
-            task = Add(self._task_id(), parts, f"s/{next(self._serial)}")
+            task = Add(self._task_id(), parts, f"s/{next(self._serial)}", is_checked(current.piece.layout))
         else:
             outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.forwards)
             task = AddRow(self._task_id(), parts, current.piece.role.seams, outs)
@@ -428,7 +417,7 @@ class Rounds:
         if current.reduced is not None:
             current.wake = now + 2 * self._settings.heartbeat_s
             return self._report()
-        missing, commands = _missing(current, self._name), list[Command]()
+        missing, commands = missing_from(current.piece, self._name), list[Command]()
         reports = current.reported == current.last_new or now >= self._report_at(current)
         if now >= current.wake:
             current.asks = min(current.asks + 1, ASKS)
@@ -476,23 +465,7 @@ class Rounds:
         return f"s/{next(self._serial)}"
 
 
-def _missing(current: Current, name: Peer) -> list[tuple[Peer, int, bool]]:
-    """Whose part, or (True) sum, of which chunk is not here yet: parts first."""
-    piece, missing = current.piece, list[tuple[Peer, int, bool]]()
-    for number, peers in piece.role.adds.items():
-        if number not in piece.adding.values():
-            held = piece.parts.get(number, {})
-            missing += [(peer, number, False) for peer in peers if peer != name and peer not in held]
-    receives = piece.role.receives.items()
-    return missing + [(peer, number, True) for number, peer in receives if peer != name and number not in piece.sums]
-
-
 def _forget(current: Current, blobs: tuple[str, ...]) -> list[Command]:
     for blob in blobs:
         current.live.pop(blob, None)
     return drop(blobs)
-
-
-def _sums_for_others(current: Current) -> dict[int, str]:
-    """Sums that others may ask me for again."""
-    return {number: current.piece.sums[number] for number, peers in current.piece.role.broadcasts.items() if peers}

@@ -10,14 +10,16 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from shoal.core.allreduce.checked import WrongSums
 from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
-from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Pauses, Verdict
+from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Verdict
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.progress import Progress
+from shoal.core.leader.requests import Requests
 from shoal.core.leader.saving import Saving
 from shoal.core.leader.stalls import Stalls, Takeovers
 from shoal.core.messages import (
@@ -51,19 +53,7 @@ JOINS = 256  # requests to join that are kept; a peer that is not among them rep
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
-Finding = Dispute | Misfit | Takeovers  # of a check (rules/order.py)
-
-
-class Requests:
-    """Peers that ask to join or to leave, in the order in which they asked; and a launcher that asks for a checkpoint."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.joins: dict[Peer, Join] = {}
-        self.leaves: dict[Peer, str] = {}
-        self.leave_at: dict[Peer, float] = {}  # when each of them asked
-        self.save = False  # until a commit says that its checkpoint is saved
-        self.pauses = Pauses(settings)
-        self.joined_in: dict[Peer, int] = {}  # joiners: the view that made them so; what they reported before is void
+Finding = Dispute | Misfit | Takeovers | WrongSums  # of a check (rules/order.py)
 
 
 class Evidence:
@@ -474,6 +464,12 @@ class Facts:
                 self.evidence.reassigning, self.evidence.takeovers = {}, finding
                 for verdict in finding.verdicts:
                     self.convict(verdict)
+            case WrongSums():
+                words = finding.words  # each of one peer about another, which nobody else can judge
+                verdicts = [self.evidence.conduct.accuse(by, owner, why, 1) for by, owner, why in words]
+                for one in (*finding.guilty, *verdicts):
+                    self.convict(one)
+                self.rounds.retry(self.settings, now)
             case Dispute(retry=False):
                 self._on_differing(finding)
             case Dispute():

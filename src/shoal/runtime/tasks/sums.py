@@ -11,11 +11,12 @@ import msgspec
 import torch
 
 from shoal.config import Config
-from shoal.core.messages import Add, AddRow, Cut, Gather, Result
+from shoal.core.messages import Add, AddRow, Cut, Gather, Result, Sketch
 from shoal.executor.base import Executor, digest_of
 from shoal.numerics import pieces
 from shoal.numerics.optimizer import norm_sq
-from shoal.runtime.tasks.coding import Averaging, Held
+from shoal.numerics.sketches import hashed, sketch
+from shoal.runtime.tasks.coding import Averaging, Held, plain
 
 MAX_ROUNDS = 2  # rounds whose result is stored: a commit may name the one before the running one
 
@@ -52,10 +53,16 @@ class Sums:
             raise ValueError(f"bounds {bounds} do not cut {len(total)} values into {len(task.outs)}")
         return self.averaging.row_parts(total, task.parts, bounds, task.outs)
 
-    def add(self, task: Add, parts: list[torch.Tensor]) -> Held:
-        return self.averaging.sum(add_up(parts), task.parts)
+    def add(self, task: Add, parts: list[torch.Tensor]) -> tuple[Held, tuple[Sketch, ...]]:
+        total = add_up(parts)
+        held = self.averaging.sum(total, task.parts)
+        if not task.check:
+            return held, ()
+        digest = hashed(plain(held))
+        lost = Sketch() if held is total else Sketch(*sketch(total, digest))  # what encoding has left of it
+        return held, (*(Sketch(*sketch(part, digest)) for part in parts), lost)
 
-    def gather(self, task: Gather, sums: list[torch.Tensor], length: int) -> Result:
+    def gather(self, task: Gather, sums: list[torch.Tensor], own: list[torch.Tensor | None], length: int) -> Result:
         """Append totals to the averaged gradient of `length` values; pieces arrive in order. ValueError: they do not fit."""
         key, at = (task.step, task.round), task.start
         if at == 0:
@@ -72,15 +79,16 @@ class Sums:
             pieces.copy_(reduced[at : at + len(part)], part)
             at += len(part)
         self._gathering = None if task.last else (key, stop, reduced)
+        digests, sketches = _checks(sums, own)
         if not task.last:
-            return Result()
+            return Result(digests=digests, sketches=sketches)
         squares = norm_sq(reduced)
         if not math.isfinite(squares):  # as any value that is not; no square of a finite one overflows fp64
             raise ValueError("the reduced gradient is not finite")
         self.reduced[key] = Gathered(reduced, self.averaging.left())
         for old in list(self.reduced)[:-MAX_ROUNDS]:
             del self.reduced[old]
-        return Result(digest=digest_of([reduced]), norm_sq=squares)
+        return Result(digest=digest_of([reduced]), norm_sq=squares, digests=digests, sketches=sketches)
 
     def commit(self, step: int, round_: int) -> torch.Tensor:
         """The averaged gradient (length,) fp32 of that round, to be applied; drops all others. ValueError: it is missing."""
@@ -99,6 +107,16 @@ class Sums:
     def _forget(self) -> None:
         self.reduced.clear()
         self._gathering = None
+
+
+def _checks(sums: list[torch.Tensor], own: list[torch.Tensor | None]) -> tuple[tuple[str, ...], tuple[Sketch, ...]]:
+    """The digest of each sum, and sketches of it and of this replica's part of it."""
+    if not own:
+        return (), ()
+    digests, sketches = tuple(map(hashed, sums)), list[Sketch]()
+    for total, part, digest in zip(sums, own, digests, strict=True):
+        sketches += [Sketch(*sketch(total, digest)), Sketch(*sketch(part, digest)) if part is not None else Sketch()]
+    return digests, tuple(sketches)
 
 
 def flat(part: torch.Tensor) -> torch.Tensor:

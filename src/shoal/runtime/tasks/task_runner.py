@@ -347,10 +347,11 @@ class TaskRunner:
             case AddRow():
                 return self._keep_all(task.outs, self._sums.add_row(task, [take(name) for name in task.parts]))
             case Add():
-                return self._keep(task.out, self._sums.add(task, [take(name) for name in task.parts]))
+                total, sketches = self._sums.add(task, [take(name) for name in task.parts])
+                return msgspec.structs.replace(self._keep(task.out, total), sketches=sketches)
             case Gather():
-                totals = [take(name) for name in task.sums]
-                return self._sums.gather(task, totals, self._at(self._seated().stage, task.step).length)
+                totals, own = [take(name) for name in task.sums], [take(name) if name else None for name in task.own]
+                return self._sums.gather(task, totals, own, self._at(self._seated().stage, task.step).length)
             case Apply():
                 return self._apply(task)
             case Reset():

@@ -13,7 +13,7 @@ REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no
 REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
 MASKED = (
     "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
-    "refuse", "held", "coming", "idle", "far", "loss", "rate",
+    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong",
 )  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {

@@ -275,8 +275,12 @@ class HostileMask:
     def sends(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """What leaves instead; None: nothing."""
         strangers, node = self.strangers, self.node
-        if not strangers.acting.get(self.one.key) or node.machine.leading or not strangers.beside(node):
+        acts = strangers.acting.get(self.one.key) and not node.machine.leading and strangers.beside(node)
+        node.runner.rounds.wrong = bool(acts) and "wrong" in self.one.acts
+        if not acts:
             return message, values
+        if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
+            strangers.context.count("wrong")
         sent: Sent | None = message, values
         for act in self.one.acts:
             if sent is not None:

@@ -17,6 +17,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.kept import Kept
 from shoal.sim.lines import Wire
+from shoal.sim.tasks.sketches import checks_of, sketch_of
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import Blob, Copies, Storage, shard_name, short
 from shoal.sim.tasks.texts import Texts
@@ -172,6 +173,7 @@ class Rounds:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.wrong = False  # it adds something up twice, on purpose
         self._reduced: dict[int, Reduced] = {}
         self._gathered: list[Blob] = []  # of the round that goes piece by piece
 
@@ -181,7 +183,9 @@ class Rounds:
         end = self._gathered[-1][3] if self._gathered else 0
         if task.start != end:
             raise ValueError(f"sums from {task.start} on, where {end} are here")
-        for part in inputs:
+        sums = inputs[: len(task.sums)]
+        checks = checks_of(sums, inputs[len(task.sums) :], task.own)
+        for part in sums:
             if part[:3] != ("part", stage, end):
                 raise ValueError(f"sums do not join: {part[:4]} after {end} of stage {stage}")
             if HUGE in part[4]:
@@ -189,7 +193,7 @@ class Rounds:
             end = part[3]
             self._gathered.append(part)
         if not task.last:
-            return m.Result()
+            return checks
         if end != self._world.length(stage):
             raise ValueError(f"sums end at {end}, not at {self._world.length(stage)}")
         bounds = (0, *(part[3] for part in self._gathered))
@@ -197,7 +201,7 @@ class Rounds:
         digest = short(reduced.stage, reduced.bounds, reduced.chunks)
         self._world.reduced[digest] = reduced
         self._reduced[task.round] = reduced
-        return m.Result(digest=digest, norm_sq=norm_sq(digest))
+        return msgspec.structs.replace(checks, digest=digest, norm_sq=norm_sq(digest))
 
     def reduced(self, round_: int) -> Reduced:
         reduced = self._reduced.get(round_)
@@ -227,7 +231,7 @@ class TaskRunner:
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self._rounds = Rounds(world)
+        self.rounds = Rounds(world)
         self.transfer = StateTransfer()
         self._texts = Texts()
 
@@ -279,7 +283,7 @@ class TaskRunner:
         self.world.versions.setdefault((stage, digest), version)
         self.sums = {step: held for step, held in self.sums.items() if step >= version and self.world.staleness}
         self.pace.share = 1.0
-        self._rounds.forget()
+        self.rounds.forget()
         self.transfer.forget_download()
         self.pace.kept.clear()
         return m.Result(digest=digest, length=self.world.length(stage))
@@ -354,8 +358,9 @@ class TaskRunner:
         return m.Result()
 
     def _add(self, task: m.Add, inputs: Sequence[Blob]) -> m.Result:
-        self._put(task.out, _added(inputs))
-        return m.Result()
+        total = _added(inputs)
+        self._put(task.out, (*total[:4], (*total[4], *total[4][:1])) if self.rounds.wrong else total)
+        return m.Result(sketches=(*(sketch_of(part) for part in inputs), m.Sketch())) if task.check else m.Result()
 
     def _add_row(self, task: m.AddRow, inputs: Sequence[Blob]) -> m.Result:
         kind, stage, low, high, held = _added(inputs)
@@ -366,14 +371,14 @@ class TaskRunner:
         return m.Result()
 
     def _gather(self, task: m.Gather, inputs: Sequence[Blob]) -> m.Result:
-        return self._rounds.gather(task, inputs, self.stage)
+        return self.rounds.gather(task, inputs, self.stage)
 
     def _apply(self, task: m.Apply, inputs: Sequence[Blob]) -> m.Result:
         self._expect(self.stage, task.step, "Apply")
         if task.skip:
             digest = short(self.digest, task.step, "skip")  # another one, for checkers to know the version by
         else:
-            chunks = self._rounds.reduced(task.round).chunks
+            chunks = self.rounds.reduced(task.round).chunks
             scale = [task.scale] if self.world.tokens else []
             digest = short(self.digest, task.step, chunks, task.norm, *scale, *([UNLIKE] if self.unlike else []))
         if self.unlike or self.digest.startswith(UNLIKE):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from shoal.core.allreduce.checked import WrongSums, wrong_sums
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
 from shoal.core.leader.averaging import ROUNDS_PER_TERM, OpenRound
@@ -29,13 +30,17 @@ FAR = 1e4  # by which a stage's squared norm may differ from that of the step be
 NORMS = 1e-6  # by which the norms of equal gradients may differ: sums of the same values on unlike machines
 
 
-def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Dispute]:
-    """Replicas of one stage report different sums, or different norms of the same sums: the first stage where they do."""
+def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Dispute | WrongSums]:
+    """Replicas of one stage report sums that are not those of their parts, different sums, or different norms of the same sums: the first
+    stage where they do."""
     current = facts.rounds.open
     if current is None or not current.complete:
         return ()
     for stage, group in enumerate(current.message.groups):
         peers = [share.peer for share in group]
+        wrong = wrong_sums(peers, current.reduced, settings.averaging_error)
+        if wrong is not None:
+            return (wrong,)
         by_digest: dict[str, list[Peer]] = {}
         for peer in peers:
             by_digest.setdefault(current.reduced[peer].digest, []).append(peer)
