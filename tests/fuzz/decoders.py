@@ -150,8 +150,8 @@ def _lists() -> Iterator[bytes]:
 
 
 def _asked() -> Iterator[bytes]:
-    yield relay.request(OTHER, THEIRS, NONCE, ME.name)[2:]
-    yield relay.request(OTHER, THEIRS, NONCE, "")[2:]
+    yield relay.request(OTHER, THEIRS, ME.key_id, NONCE, ME.name)[2:]
+    yield relay.request(OTHER, THEIRS, ME.key_id, NONCE, "")[2:]
 
 
 def _quiet(data: bytes) -> None:
@@ -300,7 +300,7 @@ TARGETS = (
     Target("passes", lambda data: INVITE.membership(ME).take_list(data), (ValueError,), _lists),
     Target("pass", lambda data: MINE.check(data, OTHER.name, NOW), (ValueError,), lambda: iter((THEIRS.proof,))),
     Target("grant", _quiet, (), lambda: iter((msgspec.msgpack.encode(INVITE.grant),))),
-    Target("relay", lambda data: relay.checked(data, NONCE, MINE), (ValueError,), _asked),
+    Target("relay", lambda data: relay.checked(data, ME.key_id, NONCE, MINE), (ValueError,), _asked),
     Target("invite", lambda data: read_invite(data.decode("latin-1"), NOW), (ValueError,), lambda: iter((
         AUTHORITY.invite(("10.0.0.2:77",), NOW + 60, "run").encode(),
     ))),

@@ -292,6 +292,8 @@ def _largest(info: types.Type, kind: str) -> object:
             if isinstance(item, types.StrType):
                 return tuple(name[:128] for name in (NAMES * 2)[:most])
             return (_largest(item, kind),) * most
+        case types.TupleType(item_types=items):
+            return tuple(_largest(item, kind) for item in items)
         case types.StructType(cls=cls):
             return largest(cls)
     raise AssertionError(info)

@@ -118,16 +118,8 @@ class Facts:
 
     def ledger(self, step: int) -> Ledger:
         """The books of that step; empty ones if nothing of it is known."""
-        settings = self.settings
-        trains = self.view is None or not ended(self.view, settings)
-        return self.ledgers.get(step) or Ledger(
-            settings.stages,
-            settings.microbatches,
-            settings.tokens,
-            settings.heldout_at(step),
-            settings.heldout_tokens,
-            trains=trains,
-        )
+        over = self.view is not None and ended(self.view, self.settings)
+        return self.ledgers.get(step) or Ledger.of(self.settings, step, over)
 
     def share(self, view: View) -> float:
         """How much of what is computed now is booked."""

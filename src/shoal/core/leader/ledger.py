@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 
-from shoal.core.messages import Booking, Index, Member, Peer, Share, Stage
+from shoal.core.messages import Booking, Index, Member, Peer, Settings, Share, Stage
 
 MOST_LOSS = 1e6  # of a microbatch, in nats per token: a vocabulary of 2^20 has 14 untrained, and a diverging model's logits some 1e3
 FAR_LOSS = 4.0  # times the median of a step's microbatches
@@ -47,6 +47,18 @@ class Ledger:
         self.booked = 0  # entries in all books
         self.trains = trains
         self.needed = stages * microbatches * trains + heldout  # when the step is done
+
+    @classmethod
+    def of(cls, settings: Settings, step: int, over: bool) -> Ledger:
+        """An empty one of that step. `over`: it is after the last one."""
+        return cls(
+            settings.stages,
+            settings.microbatches,
+            settings.tokens,
+            settings.heldout_at(step),
+            settings.heldout_tokens,
+            trains=not over,
+        )
 
     @property
     def whole(self) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from shoal import codec
-from shoal.config import Config, masked
+from shoal.config import Config, masked, microbatches
 from shoal.core.messages import (
     BULK,
     Backward,
@@ -43,6 +43,7 @@ class BlobSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
     most: int = 0
     codecs: tuple[str, ...] = (codec.RAW,)
+    least: int | None = None  # of tokens; ~id where some do not count
 
 
 class Kinds:
@@ -53,12 +54,14 @@ class Kinds:
         name = str(dtype).removeprefix("torch.")
         self._stages = config.run.stages
         self._vocabulary = vocabulary(config)
-        self._least = -self._vocabulary if masked(config) else 0  # ~id: its loss does not count
+        self._trained = microbatches(config.train)
         network = config.network
         self._boundary = BlobSpec("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
         self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
-        self._tokens = BlobSpec("tokens", "int64", (config.train.microbatch, config.data.sequence + 1))
+        shape = config.train.microbatch, config.data.sequence + 1
+        self._tokens = BlobSpec("tokens", "int64", shape, least=-self._vocabulary if masked(config) else 0)
+        self._heldout = BlobSpec("tokens", "int64", shape, least=-self._vocabulary)
         self._most = config.network.max_tensor_bytes // 4  # values of a gradient whose stage is still being downloaded
         self._bytes = BlobSpec("a chunk of bytes", "uint8", (), MAX_CHUNK_BYTES)
 
@@ -88,7 +91,8 @@ class Kinds:
         if isinstance(message, BoundaryTensor):
             kind = self._gradient if message.gradient else self._boundary
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
-        return (self._tokens,) if stage in (0, last) else ()
+        tokens = self._tokens if message.index < self._trained else self._heldout
+        return (tokens,) if stage in (0, last) else ()
 
     def _chunk_kinds(self, message: ReduceChunk | GatherChunk, length: int) -> tuple[BlobSpec, ...] | str:
         for_joiner = isinstance(message, GatherChunk) and message.to_joiner
@@ -122,10 +126,8 @@ class Kinds:
         if blob.largest is not None and blob.largest <= MOST:
             return ""
         tensor = tensor_of(blob)
-        if kind is self._tokens and (int(tensor.min()) < self._least or int(tensor.max()) >= self._vocabulary):
-            return (
-                f"tokens from {int(tensor.min())} to {int(tensor.max())}, not {self._least} to {self._vocabulary - 1}"
-            )
+        if kind.least is not None and (int(tensor.min()) < kind.least or int(tensor.max()) >= self._vocabulary):
+            return f"tokens from {int(tensor.min())} to {int(tensor.max())}, not {kind.least} to {self._vocabulary - 1}"
         return _beyond(tensor) if tensor.is_floating_point() else ""
 
 
