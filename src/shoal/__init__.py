@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from shoal.api.running import RunFailed as RunFailed
     from shoal.api.running import run as run
     from shoal.config import Config as Config
-    from shoal.core.messages import HeldOut as HeldOut
+    from shoal.dashboard.account import HeldOut as HeldOut
 
 _MODULES = {
     "Checkpoint": "shoal.api.results",
     "Config": "shoal.config",
     "Evaluation": "shoal.api.evaluating",
-    "HeldOut": "shoal.core.messages",
+    "HeldOut": "shoal.dashboard.account",
     "Run": "shoal.api.results",
     "RunFailed": "shoal.api.running",
     "Step": "shoal.api.results",

@@ -19,8 +19,8 @@ from rich.console import Console
 from shoal import importing
 from shoal.api.results import Run, Step, step_of
 from shoal.core.consensus.validity import measured
-from shoal.core.messages import HeldOut
-from shoal.dashboard.account import Summary
+from shoal.core.messages import HeldOut as Agreed
+from shoal.dashboard.account import HeldOut, Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.exit_codes import ExitCode
 from shoal.launcher import session
@@ -84,7 +84,7 @@ def run(
             return Run(prepared.config.run.directory)
         measurements = _Measured(on_eval)
         outcome = _Session(job, quiet, on_step, on_commit, measurements).run()
-    measurements.take(outcome.summary.heldout)
+    measurements.end(outcome.summary.heldout)
     trained = Run(prepared.config.run.directory)
     if not quiet:
         print(outcome.text)
@@ -98,17 +98,20 @@ class _Measured:
 
     def __init__(self, on_eval: OnEval | None) -> None:
         self._on_eval = on_eval
-        self._newest: HeldOut | None = None
+        self._newest: Agreed | None = None
 
     def add(self, step: int, loss: float) -> None:
-        self.take(measured(self._newest, step, loss))
+        self._newest = measured(self._newest, step, loss)
+        self._tell(HeldOut.of(self._newest))
 
-    def take(self, newest: HeldOut | None) -> None:
-        """None: nothing is held out."""
+    def end(self, newest: HeldOut | None) -> None:
+        """With what the run's summary has; None: nothing is held out."""
         if newest is not None and (self._newest is None or newest.step > self._newest.step):
-            self._newest = newest
-            if self._on_eval is not None:
-                self._on_eval(newest)
+            self._tell(newest)
+
+    def _tell(self, newest: HeldOut | None) -> None:
+        if newest is not None and self._on_eval is not None:
+            self._on_eval(newest)
 
 
 class _Session:

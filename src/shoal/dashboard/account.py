@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal import units
-from shoal.core.messages import HeldOut
+from shoal.core import messages
 from shoal.escaping import UNDECODABLE, escaped_json, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 
@@ -22,6 +22,20 @@ class PeerTraffic(msgspec.Struct, frozen=True):
     sent: Traffic
     received: Traffic
     kept: StoredBytes = StoredBytes()  # peak
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """The newest measurement of the held-out loss, with the parameters of version `step`, and the best so far."""
+
+    step: int
+    loss: float  # mean over the counted held-out tokens, in nats
+    best_step: int
+    best_loss: float
+    misses: int = 0  # measurements since the best one
+
+    @classmethod
+    def of(cls, agreed: messages.HeldOut | None) -> HeldOut | None:
+        return None if agreed is None else cls(**msgspec.structs.asdict(agreed))
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal import units
-from shoal.core.messages import HeldOut
 from shoal.dashboard import plot
+from shoal.dashboard.account import HeldOut
 from shoal.escaping import escaped, escaped_lines
 from shoal.traffic import KINDS, StoredBytes, Traffic
 

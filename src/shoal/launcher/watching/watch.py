@@ -15,7 +15,7 @@ from shoal.config import Config, microbatches, tokens_per_step
 from shoal.core.consensus.certificates import can_agree, casting_voter
 from shoal.core.messages import Peer, Phase, View
 from shoal.dashboard import plot
-from shoal.dashboard.account import PeerTraffic, Summary
+from shoal.dashboard.account import HeldOut, PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, Snapshot
 from shoal.escaping import escaped, escaped_lines
 from shoal.launcher.watching.members import Members
@@ -253,7 +253,7 @@ class RunMonitor:
             state=self._state(),
             first_step=self.resumed.first_step,
             losses=self.losses(),
-            heldout=view.heldout if view is not None else None,
+            heldout=HeldOut.of(view.heldout) if view is not None else None,
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
             step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
@@ -292,7 +292,7 @@ class RunMonitor:
             steps=totals.steps,
             losses=losses,
             final_loss=losses[-1] if losses else None,
-            heldout=self.books.view.heldout if self.books.view is not None else None,
+            heldout=HeldOut.of(self.books.view.heldout) if self.books.view is not None else None,
             issued=totals.issued,
             committed=totals.committed,
             redone=totals.redone,

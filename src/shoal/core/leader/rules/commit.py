@@ -114,6 +114,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     In the middle of the next step, with delayed updates, nobody leaves, and no peer enters that was removed from it."""
     heldout = view.heldout if last.heldout is None else measured(view.heldout, last.step, last.heldout)
     over, goes_on = ended(msgspec.structs.replace(view, step=view.step + 1, heldout=heldout), settings), view.ahead
+    last = msgspec.structs.replace(last, save=last.save or (over and settings.save_last))
     leaves = facts.requests.leaves
     new = _took_part(view, last)
     leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
