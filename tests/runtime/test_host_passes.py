@@ -104,6 +104,6 @@ def test_a_hop_goes_over_its_bytes_no_more_often_than_it_did(
         for counter in (passes.memory, passes.calls)
     ]
     sums = [sum(each.values()) for each in figures]
-    assert sums[0] <= memory + 0.24 and sums[1] <= calls + 0.24, figures
+    assert sums[0] <= memory + 0.4 and sums[1] <= calls + 0.24, figures
     sides = 3  # this process holds the memory of all three peers: what the sender's and the receiver's TLS has read
     assert allocated < sides * (1.0 if how == "none" else 0.25) + 0.3
