@@ -100,5 +100,9 @@ def problem(region: str) -> str:
     if not region or place(region):
         return ""
     near = get_close_matches(region.title(), _PLACES, 1) or get_close_matches(region.lower(), _REGIONS, 1)
-    like = f"did you mean {near[0]!r}? Any" if near else "a region of AWS, Google Cloud or Azure, such as 'eu-central-1'; any"
+    like = (
+        f"did you mean {near[0]!r}? Any"
+        if near
+        else "a region of AWS, Google Cloud or Azure, such as 'eu-central-1'; any"
+    )
     return f"{region!r} is no known region: {like} other place is 'NAME LATITUDE,LONGITUDE' in degrees, such as 'the lab 52.5,13.4'"

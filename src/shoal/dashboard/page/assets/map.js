@@ -18,6 +18,7 @@ export class RegionMap {
     this.section.hidden = !regions.length;
     for (const [region, badge] of this.badges) if (!(region in spots)) { badge.remove(); this.badges.delete(region); }
     regions.forEach((region) => this.fill(this.badges.get(region) ?? this.badge(region), spots[region], peers.filter((peer) => peer.region === region)));
+    this.place(regions.map((region) => ({ badge: this.badges.get(region), x: spots[region].x, y: spots[region].y })));
     const elsewhere = peers.filter((peer) => !(peer.region in spots)).length;
     setText(this.note, elsewhere ? `${elsewhere} more in regions that are not known: network.region tells one` : "");
   }
@@ -32,9 +33,6 @@ export class RegionMap {
   fill(badge, spot, peers) {
     const living = peers.filter((peer) => !["gone", "left"].includes(peer.state));
     const [count, name] = badge.children;
-    badge.style.left = `${(100 * spot.x) / WIDTH}%`;
-    badge.style.top = `${(100 * spot.y) / HEIGHT}%`;
-    badge.classList.toggle("west", spot.x > 0.78 * WIDTH); // its name would leave the map
     setData(badge, "state", WORST.find((state) => peers.some((peer) => peer.state === state)));
     setText(count, String(living.length));
     setText(name, spot.title);
@@ -42,4 +40,36 @@ export class RegionMap {
     if (badge.title !== words) badge.title = words;
     count.setAttribute("aria-label", `${summary(peers)} in`);
   }
+
+  place(marks) { // neighbours are moved apart, and a name that would lie over another mark is left to the tooltip and the table
+    const shown = this.list.parentElement.clientWidth, size = marks[0]?.badge.firstElementChild.offsetHeight;
+    if (!shown || !size) return;
+    const apart = (size + 3) * (WIDTH / shown);
+    for (let round = 0; round < 50; round++)
+      marks.forEach((one, at) => marks.slice(0, at).forEach((other) => pushed(one, other, apart)));
+    for (const { badge, x, y } of marks) {
+      badge.style.left = `${(100 * Math.min(Math.max(x, 0), WIDTH)) / WIDTH}%`;
+      badge.style.top = `${(100 * Math.min(Math.max(y, 0), HEIGHT)) / HEIGHT}%`;
+      badge.classList.toggle("west", x > 0.78 * WIDTH); // its name would leave the map
+      badge.classList.remove("bare");
+    }
+    const taken = marks.map(({ badge }) => badge.firstElementChild.getBoundingClientRect());
+    marks.forEach(({ badge }, own) => {
+      const name = badge.lastElementChild.getBoundingClientRect();
+      if (taken.some((other, at) => at !== own && overlap(name, other))) badge.classList.add("bare");
+      else taken.push(name);
+    });
+  }
+}
+
+function pushed(one, other, apart) {
+  const dx = one.x - other.x || 1, dy = one.y - other.y, far = Math.hypot(dx, dy);
+  if (far >= apart) return;
+  const by = (apart - far) / 2 / far;
+  one.x += dx * by; one.y += dy * by;
+  other.x -= dx * by; other.y -= dy * by;
+}
+
+function overlap(a, b) {
+  return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 }
