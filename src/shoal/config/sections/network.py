@@ -51,8 +51,8 @@ class Network(Section, frozen=True):
         str,
         Meta(
             max_length=regions.MOST_CHARACTERS,
-            description="The page's map shows this machine in this region of a cloud, such as eu-central-1, or at"
-            " 'NAME LATITUDE,LONGITUDE', and the run's other machines are told.",
+            description="The page's map shows this machine in this cloud region, such as eu-central-1, or at 'NAME LATITUDE,LONGITUDE';"
+            " other machines are told.",
         ),
     ] = ""
     delay_s: Annotated[DelayS, Meta(description="The modelled link adds this delay each way to the real one.")] = 0.0
