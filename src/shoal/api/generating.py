@@ -100,14 +100,14 @@ class Local:
                 f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
             )
         _quiet()
-        self._model: Any
+        self.model: Any
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            self._model = saved.model_of(path, base).to(device)
+            self.model = saved.model_of(path, base).to(device)
         except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
             raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
         self._device = device
-        self.positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        self.positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
     def generate(self, tokens: list[int], sampling: Sampling, take: Take) -> list[int]:
         import torch
@@ -130,7 +130,7 @@ class Local:
             "top_p": sampling.top_p,
         }
         with torch.inference_mode():
-            out = self._model.generate(
+            out = self.model.generate(
                 given,
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=sampling.tokens,

@@ -1,7 +1,8 @@
-"""`shoal eval PLACE TEXT... [a.b=c ...]`: the loss and perplexity of a checkpoint on text that it was not trained on.
+"""`shoal eval PLACE TEXT... [a.b=c ...]`: the loss and perplexity of a checkpoint on text it was not trained on; or scores in tasks.
 
     shoal eval runs/NAME held-out.jsonl
     shoal eval ./model wiki.txt news.txt data.sequence=1024 --json
+    shoal eval runs/NAME --tasks arc_easy,hellaswag
 
 Text is read as in training: the run's tokenizer, format and data.sequence. Each token that can be predicted counts once; of a chat the
 assistant's alone.
@@ -24,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "place", help="a checkpoint or any model directory; or the directory of a run, for its newest checkpoint"
     )
     parser.add_argument(
-        "words", nargs="+", metavar="TEXT | a.b=c", help="files, directories or globs of held-out text; and settings"
+        "words", nargs="*", metavar="TEXT | a.b=c", help="files, directories or globs of held-out text; and settings"
     )
     parser.add_argument(
         "--samples",
@@ -33,6 +34,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at most so many samples of each, evenly spaced (default: all)",
     )
+    parser.add_argument(
+        "--tasks",
+        default="",
+        metavar="A,B",
+        help="instead of texts: tasks of lm-evaluation-harness, such as arc_easy,hellaswag",
+    )
+    parser.add_argument("--tasks-in", metavar="DIR", help="a directory with tasks of your own, in the harness's YAML")
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="examples before each question (default: as the task says)"
+    )
     parser.add_argument("--base", metavar="DIR", help="of adapters: where their base model lies now")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each text")
 
@@ -40,6 +51,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.samples < 0:
         raise ValueError(f"--samples {args.samples}: must be 1 or more, or left out for all")
+    if args.tasks:
+        return _tasks(args)
+    if not any("=" not in word for word in args.words):
+        raise ValueError(f"nothing to evaluate {args.place} on; name files of held-out text, or tasks with --tasks")
     from shoal.api.evaluating import evaluate
 
     shown_s = time.monotonic()
@@ -62,4 +77,25 @@ def main(args: argparse.Namespace) -> int:
             f"{result.path}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}"
             f" ({result.tokens:,} tokens in {result.samples:,} samples)"
         )
+    return 0
+
+
+def _tasks(args: argparse.Namespace) -> int:
+    if args.words:
+        raise ValueError(f"{args.words[0]}: texts and --tasks are measured apart; leave one out")
+    if args.shots is not None and args.shots < 0:
+        raise ValueError(f"--shots {args.shots}: must be 0 or more")
+    from shoal.api.harness import scores
+
+    names = [name for name in args.tasks.split(",") if name]
+    with contextlib.redirect_stdout(sys.stderr):
+        results = scores(
+            args.place, names, folder=args.tasks_in, shots=args.shots, samples=args.samples, base=args.base
+        )
+    for score in results:
+        if args.json:
+            print(msgspec.json.encode(score).decode())
+            continue
+        error = "" if score.error is None else f" ± {score.error:.4f}"
+        print(f"{score.task}: {score.metric} {score.value:.4f}{error} ({score.samples:,} samples)")
     return 0
