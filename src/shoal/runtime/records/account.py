@@ -29,6 +29,7 @@ class CommittedStep(msgspec.Struct, frozen=True):
     stages: int = 0  # of the session that committed it; a later one may cut otherwise; 0: unknown
     microbatches: int = 0  # of this step; 0: unknown
     saved: int = 0  # the step of the newest checkpoint at this commit
+    away: int = 0  # so many steps before it were committed while no peer of this machine took part: the members count them
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class Base(msgspec.Struct, frozen=True):
     account: Account = Account()
     recovered: int = 0
     adopted_steps: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
+    away: tuple[int, ...] = ()  # steps that were committed while no peer of this machine took part
+    first_step: int = 0  # that the session begins with
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -53,6 +56,7 @@ class Totals(msgspec.Struct, frozen=True):
     recovered: int  # times the run went back to a checkpoint
     skipped: int  # of those committed, the ones of steps that changed nothing
     adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
+    away: int  # of the steps, those committed while no peer of this machine took part, by the members' count
     balanced: bool
     reason: str  # what does not balance; '': nothing
     begun: int = 0  # of a step that had begun when nothing more was heard, if nothing else is amiss
@@ -69,7 +73,9 @@ class CommitHistory:
         first_step: int = 0,
         before: tuple[CommittedStep, ...] = (),
         base: Base | None = None,
+        returns: bool = False,
     ) -> None:
+        """`returns`: this machine comes back to a session that others have gone on with."""
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
         self.base = base if base is not None else base_of(before)
@@ -77,6 +83,7 @@ class CommitHistory:
         self.conflicts: set[int] = set()  # steps with two different commits
         self.overlapped: set[int] = set()  # steps averaged while the next one was computed
         self.changes = 0  # increased with every change of `steps`
+        self._returns = returns  # and has not heard of a commit since
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
         self._ordered: tuple[int, tuple[CommittedStep, ...]] = (
@@ -98,6 +105,7 @@ class CommitHistory:
             self.view = view
         if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):
             return None
+        away = self._missed(view.last.step)
         known = self._steps.get(view.last.step)
         if known is not None and known.epoch >= view.epoch:
             if known.epoch == view.epoch and known.commit != view.last:
@@ -112,12 +120,21 @@ class CommitHistory:
             stages=self.stages,
             microbatches=self.microbatches,
             saved=view.saved,
+            away=away,
         )
         self._steps[view.last.step] = step
         if missing := self._count(step)[1]:
             self._missing[view.last.step] = missing
         self.changes += 1
         return step
+
+    def _missed(self, step: int) -> int:
+        """How many steps before the first one that is heard of again have no commit here."""
+        if not self._returns:
+            return 0
+        self._returns = False
+        known = [number for number in self._steps if number < step]
+        return step - 1 - max(known, default=self.first_step - 1)
 
     def _go_back(self, view: View) -> None:
         """Drop commits that the view's epoch trains again. Views arrive in any order, so the earliest reported step counts.
@@ -182,11 +199,12 @@ class CommitHistory:
         account = self.account
         steps = self.view.step if self.view is not None else self.first_step
         issued = account.issued
+        away = {*self.base.away, *(number for step in self._steps.values() for number in _away(step))}
         committed = lost = twice = 0
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
-            if step is None and number < self.base.adopted_steps:
+            if step is None and (number < self.base.adopted_steps or number in away):
                 committed += self.microbatches
                 continue
             if step is None:
@@ -217,6 +235,7 @@ class CommitHistory:
             skipped=account.skipped,
             recovered=self.recovered,
             adopted_steps=self.base.adopted_steps,
+            away=sum(number not in self._steps for number in away if number < steps),
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
             begun=begun if len(reasons) == 1 else 0,
@@ -241,6 +260,11 @@ class CommitHistory:
         return once, len(missing), len(doubled)
 
 
+def _away(step: CommittedStep) -> range:
+    """Steps just before it that were committed while no peer of this machine took part."""
+    return range(step.commit.step - step.away, step.commit.step)
+
+
 def base_of(steps: tuple[CommittedStep, ...]) -> Base:
     """The base of a run that continues a valid history, in order."""
     return Base(steps[-1].account, steps[-1].recovered) if steps else Base()
@@ -256,7 +280,14 @@ def restarted(standing: tuple[CommittedStep, ...], first_step: int, microbatches
     account = msgspec.structs.replace(base.account, undone=base.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.adopted_steps, first_step))
+    away = {*before.away, *(number for step in standing for number in _away(step))}
+    return Base(
+        account=Account(**larger),
+        recovered=max(base.recovered, before.recovered),
+        adopted_steps=min(before.adopted_steps, first_step),
+        away=tuple(sorted(number for number in away if number < first_step)),
+        first_step=first_step,
+    )
 
 
 def surviving(steps: Iterable[CommittedStep]) -> tuple[CommittedStep, ...]:
