@@ -59,7 +59,9 @@ def living(config: Config, directory: Path) -> Living | None:
             f"{len(view.members)} peers on other machines train this run, at step {view.step}, with the settings of {directory}/config.toml."
             " Give the same command as before to return to it; settings change when they have ended"
         )
-    print(f"{len(view.members)} peers on other machines train this run, at step {view.step}: this machine returns to it")
+    print(
+        f"{len(view.members)} peers on other machines train this run, at step {view.step}: this machine returns to it"
+    )
     return Living(view, known)
 
 

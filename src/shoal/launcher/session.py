@@ -133,7 +133,11 @@ def begin(prepared: Prepared, options: RunOptions, faults: Sequence[str] = ()) -
         if not options.resume:
             checkpoints.begin(config, directory, adopt=options.adopt)
             rundir.set_aside(directory)
-        elif others is None and resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
+        elif (
+            others is None
+            and resumed.first_step >= config.run.steps
+            and (over := _ended(config, directory)) is not None
+        ):
             yield over
             return
         yield RunRequest(

@@ -29,7 +29,9 @@ class CommittedStep(msgspec.Struct, frozen=True):
     stages: int = 0  # of the session that committed it; a later one may cut otherwise; 0: unknown
     microbatches: int = 0  # of this step; 0: unknown
     saved: int = 0  # the step of the newest checkpoint at this commit
-    away: int = 0  # so many steps before it were committed while no peer of this machine took part: the members count them
+    away: int = (
+        0  # so many steps before it were committed while no peer of this machine took part: the members count them
+    )
 
 
 class Base(msgspec.Struct, frozen=True):
