@@ -1,8 +1,8 @@
-"""A Kubernetes of one machine, as far as configs/launch/kubernetes uses it: a Job and a Deployment keep pods, a pod's container is a process
-with its arguments, environment, volumes as directories, probes, restarts and grace period. Paths in the container stand for directories
-here; each pod has a loopback address of its own, and where this is root the rest of the file system is read-only for it.
+"""A Kubernetes of one machine, as far as configs/launch/kubernetes uses it: a Job and a Deployment keep pods.
 
-`tick` does everything; whoever waits calls it.
+A pod's container is a process with its arguments, environment, volumes as directories, probes, restarts and grace period. Paths in the
+container stand for directories here; each pod has an address of its own, and the rest of the file system is read-only for it.
+That needs root. `tick` does everything; whoever waits calls it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 SOURCE = Path(__file__).parents[2] / "src"
 MANIFESTS = Path(__file__).parents[2] / "configs/launch/kubernetes"
 BACKOFF_S, MOST_BACKOFF_S = 10.0, 300.0  # of a container that ends again and again: the kubelet's own
-SERVICE_IP = "127.1.0.1"  # that the founder's headless Service resolves to: of the founder's pods, one after the other
+NETWORK = "10.99.0"  # of the pods: addresses of the loopback interface
+SERVICE_IP = (
+    f"{NETWORK}.1"  # that the founder's headless Service resolves to: of the founder's pods, one after the other
+)
 Document = dict[str, Any]
 
 
@@ -126,10 +130,10 @@ class Pod:
         words = self.words(
             [self._expanded(word) for word in (*self.container["args"], *self._cluster.more[self.owner])]
         )
-        if os.getuid() == 0 and self.container["securityContext"]["readOnlyRootFilesystem"]:
-            writable = " ".join(f"mount --bind {path} {path};" for path in {self.folder, *self._mounts.values()})
-            script = f'set -e; {writable} mount -o remount,bind,ro /; cd {self.folder}; exec "$@"'
-            words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *words]
+        assert self.container["securityContext"]["readOnlyRootFilesystem"]
+        writable = " ".join(f"mount --bind {path} {path};" for path in {self.folder, *self._mounts.values()})
+        script = f'set -e; {writable} mount -o remount,bind,ro /; cd {self.folder}; exec "$@"'
+        words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *words]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 words,
@@ -194,12 +198,15 @@ class Cluster:
     """`more`: settings that the rehearsal adds to the command of an object's pods, by its name."""
 
     def __init__(self, folder: Path, more: dict[str, Sequence[str]]) -> None:
+        if os.getuid() != 0 or shutil.which("ip") is None:
+            pytest.skip("needs root and iproute2: pods have addresses and mounts of their own")
         self.folder, self.more = folder, more
         self.secrets: dict[str, dict[str, str]] = {}
         self.pods: list[Pod] = []  # that were ever started
         self.objects = {each["metadata"]["name"]: each for each in documents() if each["kind"] in ("Job", "Deployment")}
         self.replicas = {name: each["spec"].get("replicas", 1) for name, each in self.objects.items()}
         self._addresses = 1
+        self._ips: set[str] = set()
 
     def config_map(self, name: str) -> Path:
         path = self.folder / "config" / name
@@ -239,6 +246,8 @@ class Cluster:
             pod.kill()
             if pod.process is not None:
                 pod.process.wait()
+        for ip in sorted(self._ips):
+            subprocess.run(["ip", "address", "del", f"{ip}/32", "dev", "lo"], check=True)
 
     def _keep(self, name: str, each: Document) -> None:
         """Start what is missing, delete what is too many."""
@@ -252,5 +261,8 @@ class Cluster:
             pod.delete()
         for _ in range(self.replicas[name] - len(pods)):
             self._addresses += 1
-            ip = SERVICE_IP if each["kind"] == "Job" else f"127.1.0.{self._addresses}"
+            ip = SERVICE_IP if each["kind"] == "Job" else f"{NETWORK}.{self._addresses}"
+            if ip not in self._ips:
+                subprocess.run(["ip", "address", "add", f"{ip}/32", "dev", "lo"], check=True)
+                self._ips.add(ip)
             self.pods.append(Pod(self, name, f"{name}-{len(self.pods)}", each["spec"]["template"]["spec"], ip))

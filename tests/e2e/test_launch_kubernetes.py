@@ -1,5 +1,5 @@
-"""The Kubernetes recipe as processes of this machine (kubelet.py): a peer's pod is killed, one is drained, the founder's pod is killed and drained and
-comes back to the same run, and every sample counts once."""
+"""The Kubernetes recipe as processes of this machine (kubelet.py): a peer's pod is killed, one is drained, the founder's pod is killed and
+drained and comes back to the same run, and every sample counts once."""
 
 from __future__ import annotations
 

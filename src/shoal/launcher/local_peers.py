@@ -15,7 +15,6 @@ from shoal.launcher.invites import Office
 from shoal.launcher.launch import PeerProcess, PeerProcesses, PeerSpec, Start
 from shoal.transport.identity.invite import Authority, read_invite
 
-
 MOST_ADDRESSES = 32  # in an invite
 
 

@@ -56,8 +56,8 @@ def living(config: Config, directory: Path) -> Living | None:
         return None
     if guest.shared(config) != guest.shared(before):
         raise ValueError(
-            f"{len(view.members)} peers on other machines train this run, at step {view.step}, with the settings of {directory}/config.toml."
-            " Give the same command as before to return to it; settings change when they have ended"
+            f"{len(view.members)} peers on other machines train this run, at step {view.step}, with the settings of {directory}/config.toml"
+            ". Give the same command as before to return to it; settings change when they have ended"
         )
     print(
         f"{len(view.members)} peers on other machines train this run, at step {view.step}: this machine returns to it"
