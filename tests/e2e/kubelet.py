@@ -19,16 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from tests.e2e.network import Network
 
 SOURCE = Path(__file__).parents[2] / "src"
 MANIFESTS = Path(__file__).parents[2] / "configs/launch/kubernetes"
 BACKOFF_S, MOST_BACKOFF_S = 10.0, 300.0  # of a container that ends again and again: the kubelet's own
-NETWORK = "10.99.0"  # of the pods: addresses of the loopback interface
-SERVICE_IP = (
-    f"{NETWORK}.1"  # that the founder's headless Service resolves to: of the founder's pods, one after the other
-)
+SERVICE_IP = "10.99.0.1"  # to which the founder's headless Service resolves: its pods have it one after the other
 Document = dict[str, Any]
 
 
@@ -133,7 +130,8 @@ class Pod:
         assert self.container["securityContext"]["readOnlyRootFilesystem"]
         writable = " ".join(f"mount --bind {path} {path};" for path in {self.folder, *self._mounts.values()})
         script = f'set -e; {writable} mount -o remount,bind,ro /; cd {self.folder}; exec "$@"'
-        words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *words]
+        enter = self._cluster.network.words(self.ip)
+        words = [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *words]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 words,
@@ -198,15 +196,13 @@ class Cluster:
     """`more`: settings that the rehearsal adds to the command of an object's pods, by its name."""
 
     def __init__(self, folder: Path, more: dict[str, Sequence[str]]) -> None:
-        if os.getuid() != 0 or shutil.which("ip") is None:
-            pytest.skip("needs root and iproute2: pods have addresses and mounts of their own")
         self.folder, self.more = folder, more
         self.secrets: dict[str, dict[str, str]] = {}
         self.pods: list[Pod] = []  # that were ever started
         self.objects = {each["metadata"]["name"]: each for each in documents() if each["kind"] in ("Job", "Deployment")}
         self.replicas = {name: each["spec"].get("replicas", 1) for name, each in self.objects.items()}
-        self._addresses = 1
-        self._ips: set[str] = set()
+        self._addresses = 0
+        self.network = Network()
 
     def config_map(self, name: str) -> Path:
         path = self.folder / "config" / name
@@ -246,8 +242,7 @@ class Cluster:
             pod.kill()
             if pod.process is not None:
                 pod.process.wait()
-        for ip in sorted(self._ips):
-            subprocess.run(["ip", "address", "del", f"{ip}/32", "dev", "lo"], check=True)
+        self.network.end()
 
     def _keep(self, name: str, each: Document) -> None:
         """Start what is missing, delete what is too many."""
@@ -261,8 +256,5 @@ class Cluster:
             pod.delete()
         for _ in range(self.replicas[name] - len(pods)):
             self._addresses += 1
-            ip = SERVICE_IP if each["kind"] == "Job" else f"{NETWORK}.{self._addresses}"
-            if ip not in self._ips:
-                subprocess.run(["ip", "address", "add", f"{ip}/32", "dev", "lo"], check=True)
-                self._ips.add(ip)
+            ip = self.network.machine(0 if each["kind"] == "Job" else self._addresses)
             self.pods.append(Pod(self, name, f"{name}-{len(self.pods)}", each["spec"]["template"]["spec"], ip))
