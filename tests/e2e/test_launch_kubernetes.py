@@ -91,9 +91,9 @@ def test_pods_are_killed_drained_and_moved_and_every_sample_counts_once(recipe: 
     print("load", os.getloadavg())
     recipe.wait(lambda: recipe.of(FOUNDER) and recipe.founder.ready())
     assert not any(pod.runs for pod in recipe.of(PEERS)), "there is no invite yet"
-    made = recipe.founder.call(invite_command())
-    assert made.returncode == 0, made.stderr
-    recipe.secrets["shoal-invite"] = {"invite": made.stdout}
+    invited = recipe.founder.call(invite_command())
+    assert invited.returncode == 0, invited.stderr
+    recipe.secrets["shoal-invite"] = {"invite": invited.stdout}
     print(f"whole after {recipe.trains():.1f} s")
     for pod in (recipe.founder, *recipe.of(PEERS)):
         assert pod.lives() and pod.ready(), pod.name

@@ -202,7 +202,7 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
         network.end()
 
 
-def made(cloud: Cloud) -> str:
+def invited(cloud: Cloud) -> str:
     """The invite, by the page's command."""
     line = next(line for line in PAGE.read_text().splitlines() if "shoal invite" in line)
     command = line.partition("shoal-founder ")[2].replace("$via", f"{cloud.founder_machine.ip}:7701")
@@ -216,7 +216,7 @@ def test_jobs_are_taken_and_recovered_and_every_sample_counts_once(cloud: Cloud)
     cloud.wait(
         lambda: (cloud.runs / "bootstrap.json").exists() and json.loads((cloud.runs / "bootstrap.json").read_bytes())
     )
-    cloud.invite = made(cloud)
+    cloud.invite = invited(cloud)
     cloud.submit()
     print(f"whole after {cloud.trains():.1f} s")
 

@@ -85,7 +85,7 @@ class CommitHistory:
         self.conflicts: set[int] = set()  # steps with two different commits
         self.overlapped: set[int] = set()  # steps averaged while the next one was computed
         self.changes = 0  # increased with every change of `steps`
-        self._returns = returns  # and has not heard of a commit since
+        self._returns = returns
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
         self._ordered: tuple[int, tuple[CommittedStep, ...]] = (
@@ -131,12 +131,16 @@ class CommitHistory:
         return step
 
     def _missed(self, step: int) -> int:
-        """How many steps before the first one that is heard of again have no commit here."""
+        """How many steps just before it have no commit here. A machine that has returned hears of every one once it is a member."""
         if not self._returns:
             return 0
-        self._returns = False
         known = [number for number in self._steps if number < step]
         return step - 1 - max(known, default=self.first_step - 1)
+
+    def _away(self) -> set[int]:
+        """Steps of which only the members' count says how they were committed."""
+        away = {*self.base.away, *(number for step in self._steps.values() for number in _away(step))}
+        return away - self._steps.keys()
 
     def _go_back(self, view: View) -> None:
         """Drop commits that the view's epoch trains again. Views arrive in any order, so the earliest reported step counts.
@@ -201,12 +205,13 @@ class CommitHistory:
         account = self.account
         steps = self.view.step if self.view is not None else self.first_step
         issued = account.issued
-        away = {*self.base.away, *(number for step in self._steps.values() for number in _away(step))}
+        away = self._away()
+        unheard = {*range(self.base.adopted_steps), *away} - self._steps.keys()
         committed = lost = twice = 0
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
-            if step is None and (number < self.base.adopted_steps or number in away):
+            if number in unheard:
                 committed += self.microbatches
                 continue
             if step is None:
@@ -237,7 +242,7 @@ class CommitHistory:
             skipped=account.skipped,
             recovered=self.recovered,
             adopted_steps=self.base.adopted_steps,
-            away=sum(number not in self._steps for number in away if number < steps),
+            away=sum(number < steps for number in away),
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
             begun=begun if len(reasons) == 1 else 0,
