@@ -25,7 +25,6 @@ from tests.e2e.network import Network
 SOURCE = Path(__file__).parents[2] / "src"
 MANIFESTS = Path(__file__).parents[2] / "configs/launch/kubernetes"
 BACKOFF_S, MOST_BACKOFF_S = 10.0, 300.0  # of a container that ends again and again: the kubelet's own
-SERVICE_IP = "10.99.0.1"  # to which the founder's headless Service resolves: its pods have it one after the other
 Document = dict[str, Any]
 
 
@@ -203,6 +202,7 @@ class Cluster:
         self.replicas = {name: each["spec"].get("replicas", 1) for name, each in self.objects.items()}
         self._addresses = 0
         self.network = Network()
+        self.service_ip = self.network.machine(0)  # the founder's: its pods have it one after the other
 
     def config_map(self, name: str) -> Path:
         path = self.folder / "config" / name

@@ -11,11 +11,11 @@ PREFIX = 16
 
 
 class Network:
-    """Machines are 10.99.0.1, 10.99.0.2 and so on; this one is 10.99.255.254, and their way to anywhere else."""
-
-    bridge_ip = "10.99.255.254"
+    """Machines are 10.X.0.1, 10.X.0.2 and so on; this one is 10.X.255.254, and their way to anywhere else. X is the test's own."""
 
     def __init__(self) -> None:
+        self._begin = f"10.{100 + os.getpid() % 100}"
+        self.bridge_ip = f"{self._begin}.255.254"
         self._names: dict[str, str] = {}  # by address
         self.bridge = f"sh{os.getpid()}"
         try:
@@ -27,7 +27,7 @@ class Network:
 
     def machine(self, number: int) -> str:
         """Its address; the same number is the same machine."""
-        address = f"10.99.{number // 250}.{number % 250 + 1}"
+        address = f"{self._begin}.{number // 250}.{number % 250 + 1}"
         if address not in self._names:
             name, cable = f"{self.bridge}-{number}", f"{self.bridge}c{number}"
             self._names[address] = name

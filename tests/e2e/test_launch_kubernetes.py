@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.e2e.kubelet import SERVICE_IP, Cluster, Pod
+from tests.e2e.kubelet import Cluster, Pod
 
 from shoal.launcher.files import rundir
 
@@ -80,18 +80,18 @@ def recipe(tmp_path: Path) -> Iterator[Recipe]:
     cluster.end()
 
 
-def invite_command() -> list[str]:
+def invite_command(service_ip: str) -> list[str]:
     """The words of the page that make the Secret, from `shoal` on."""
     line = next(line for line in PAGE.read_text().splitlines() if "shoal invite" in line)
     words = shlex.split(line.partition("-- ")[2].partition("|")[0].rstrip(" \\"))
-    return [word.replace(FOUNDER, SERVICE_IP) for word in words]  # there is no DNS here
+    return [word.replace(FOUNDER, service_ip) for word in words]  # there is no DNS here
 
 
 def test_pods_are_killed_drained_and_moved_and_every_sample_counts_once(recipe: Recipe) -> None:
     print("load", os.getloadavg())
     recipe.wait(lambda: recipe.of(FOUNDER) and recipe.founder.ready())
     assert not any(pod.runs for pod in recipe.of(PEERS)), "there is no invite yet"
-    invited = recipe.founder.call(invite_command())
+    invited = recipe.founder.call(invite_command(recipe.service_ip))
     assert invited.returncode == 0, invited.stderr
     recipe.secrets["shoal-invite"] = {"invite": invited.stdout}
     print(f"whole after {recipe.trains():.1f} s")
