@@ -63,11 +63,11 @@ class RecordedRun(contextlib.ExitStack):
         if step is not None:
             self.output.commit(step)
 
-    def join(self, label: str, stage: int, *, remote: bool = False, name: str = "") -> None:
+    def join(self, label: str, stage: int, *, remote: bool = False, name: str = "", region: str = "") -> None:
         peer = name or "".join(self.random.choices(LETTERS, k=32)) + ".0.aaaaaaaaaaaa.1800000000"
         if remote:
             self.remote[label] = Member(peer, stage)
-            self.hear("p1", Located(peer, f"192.0.2.{len(self.remote)}"))
+            self.hear("p1", Located(peer, f"192.0.2.{len(self.remote)}", region=region))
         else:
             self.members[label] = Member(peer, stage)
             self.joining[label] = self.now

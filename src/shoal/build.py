@@ -284,7 +284,7 @@ def _locating(record: Recorder) -> Callable[[PeerRecord], None]:
     reported: dict[Peer, Located] = {}
 
     def located(other: PeerRecord) -> None:
-        line = Located(peer=other.peer, host=other.host, addresses=other.entries)
+        line = Located(peer=other.peer, host=other.host, addresses=other.entries, region=other.region)
         if reported.get(other.peer) != line:
             reported[other.peer] = line
             record.tell(line)
@@ -317,7 +317,9 @@ def _directory(
     if network.host in UNSPECIFIED:
         hosts = addresses.announced(network.host, addresses.hosts(bootstrap))
     ways = (*hosts[1:], *streams)[:MAX_ADDRESSES]
-    own = PeerRecord(run=membership.run, peer=identity.name, host=hosts[0], port=port, addresses=ways)
+    own = PeerRecord(
+        run=membership.run, peer=identity.name, host=hosts[0], port=port, addresses=ways, region=network.region
+    )
 
     def learn(record: PeerRecord) -> None:
         located(record)

@@ -51,7 +51,7 @@ RUN = frozenset(
 MACHINE = frozenset(
     """
     run.dir run.trace_bytes data.root checkpoint.disk_bytes
-    network.host network.port network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
+    network.host network.port network.region network.delay_s network.bandwidth_Bps network.fault_injection network.up_Bps network.down_Bps
     network.links network.activation_memory_bytes network.pass_lifetime_s
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
     device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile

@@ -131,6 +131,26 @@ def test_peers_stages_and_the_bottleneck_are_those_of_the_launcher(run: Recorded
     assert state["account"]["issued"] == state["account"]["committed"] > 0
 
 
+def test_peers_are_on_the_map_where_their_machines_say_they_are(tmp_path: Path) -> None:
+    with RecordedRun(tmp_path / "spread", settings=["network.region=eu-central-1"]) as run:
+        run.join("q1", 0, remote=True, region="the lab -33.9,151.2")
+        run.join("q2", 1, remote=True, region="Atlantis")  # another build's, or a liar's
+        run.join("q3", 2, remote=True)
+        run.tick(4.0)
+        state = state_of(run.output.path)
+    regions = {peer["label"][:2]: peer["region"] for peer in state["peers"]}
+    assert all(regions[f"p{number}"] == "eu-central-1" for number in range(1, 7))
+    assert sorted(regions.values()) == ["", "Atlantis", *["eu-central-1"] * 6, "the lab -33.9,151.2"]
+    spots = state["spots"]
+    assert set(spots) == {"eu-central-1", "the lab -33.9,151.2"}, "nobody is put where nobody knows"
+    assert (
+        spots["eu-central-1"]["title"] == "eu-central-1, Frankfurt"
+        and spots["the lab -33.9,151.2"]["title"] == "the lab"
+    )
+    frankfurt, sydney = spots["eu-central-1"], spots["the lab -33.9,151.2"]
+    assert frankfurt["x"] < sydney["x"] and frankfurt["y"] < sydney["y"]
+
+
 def test_bytes_a_second_come_from_two_readings(run: RecordedRun) -> None:
     with page_of(run.output.path) as address:
         first, second = updates(address, 2, between=lambda: run.tick(4.0))

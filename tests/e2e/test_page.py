@@ -6,6 +6,7 @@ Skipped where no browser is: `tools/browser.sh` installs one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import threading
 from collections.abc import Iterator
@@ -71,6 +72,54 @@ def run(tmp_path: Path) -> Iterator[RecordedRun]:
 
 def text(tab: Any, selector: str) -> str:
     return str(tab.locator(selector).inner_text())
+
+
+REGIONS = (
+    "us-east-1",
+    "us-west-2",
+    "eu-west-1",
+    "europe-west4",
+    "ap-northeast-1",
+    "ap-southeast-2",
+    "sa-east-1",
+    "the lab 60.2,24.9",
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_regions_are_on_a_map_with_who_is_there(browser: Any, tmp_path: Path, size: str) -> None:
+    width, height = SIZES[size]
+    with RecordedRun(tmp_path / "spread", settings=["network.region=eu-central-1"]) as run:
+        for number in range(16):
+            run.join(f"q{number}", number % 3, remote=True, region=REGIONS[number % 8])
+        for _ in range(10):
+            run.tick()
+        with shown(browser, run.output.path, viewport={"width": width, "height": height}) as tab:
+            badges = tab.locator(".world li")
+            expect(badges).to_have_count(9)
+            assert text(tab, ".world li:has-text('Frankfurt') b") == "6"
+            box = tab.locator(".world svg").bounding_box()
+            for at in range(9):
+                mark = badges.nth(at).locator("b").bounding_box()
+                assert box["x"] <= mark["x"] + mark["width"] / 2 <= box["x"] + box["width"]
+                assert box["y"] <= mark["y"] + mark["height"] / 2 <= box["y"] + box["height"]
+            marks = [badges.nth(at).locator("b").bounding_box() for at in range(9)]
+            for one, other in itertools.combinations(marks, 2):
+                assert max(abs(one["x"] - other["x"]), abs(one["y"] - other["y"])) > 0.6 * one["height"], (
+                    "each can be read"
+                )
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            drawn = tab.evaluate("getComputedStyle(document.querySelector('.world svg')).fill")
+            assert drawn != "rgb(0, 0, 0)"
+            tab.locator("#map").screenshot(path=tmp_path / f"map-{size}.png")
+            run.kill("p3")
+            run.tick(2.0)
+            expect(tab.locator(".world li[data-state=gone] b")).to_have_text("5")
+
+
+def test_a_run_without_regions_has_no_map(browser: Any, run: RecordedRun) -> None:
+    with shown(browser, run.output.path) as tab:
+        assert tab.locator("#map").is_hidden()
 
 
 def test_it_is_live_and_shows_a_peer_that_dies(browser: Any, run: RecordedRun) -> None:
@@ -161,7 +210,7 @@ def test_a_screen_reader_finds_its_way(browser: Any, run: RecordedRun) -> None:
             assert tab.get_by_role(role, name=name).count() == 1, role
         for name in ("Key figures", "Pipeline", "Events", "Account microbatches", "Loss nats per token"):
             assert tab.get_by_role("region", name=name).count() >= 1, name
-        assert tab.get_by_role("columnheader").count() == 13 and tab.get_by_role("rowheader").count() == 6
+        assert tab.get_by_role("columnheader").count() == 14 and tab.get_by_role("rowheader").count() == 6
         loss = tab.locator("#loss .chart").get_attribute("aria-label")
         assert loss.startswith("Loss: 5.") and "over 20 steps" in loss
         assert tab.locator("[aria-live=polite]").count() == 1

@@ -107,7 +107,8 @@ def test_frozen_weights_in_four_bits_compute_what_bitsandbytes_and_peft_compute(
     for name, value in reference.named_parameters():
         if value.requires_grad:
             error = (value.grad - trained[name].grad).norm() / value.grad.norm()
-            assert error < (1e-5 if dtype == "float32" else 0.05), (name, error)
+            # bfloat16 has 8 bits, and each kind of CPU adds in an order of its own: 0.051 was seen; a wrong one is near 1
+            assert error < (1e-5 if dtype == "float32" else 0.1), (name, error)
     stage = stages.build(config, 1)
     plain_bytes = fit.frozen_bytes(stages.build(plain, 1))
     last = stages.build(config, 1).model.lm_head.weight.nbytes

@@ -57,6 +57,7 @@ class PeerLine(msgspec.Struct, frozen=True):
     slow: str = ""  # why it is called slow
     join_s: float = 0.0  # from its start until it was ready; 0: not known, or not yet
     machine: str = ""  # another machine's peer: its address; its rate and bytes are not known here
+    region: str = ""  # where its machine is; '' is not known
 
 
 class Happening(msgspec.Struct, frozen=True):

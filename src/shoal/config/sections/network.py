@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from shoal.config import regions
 from shoal.config.section import DAY_S, MOST_BYTES, MOST_Bps, Section, without_effect
 from shoal.config.sections.data import Data
 from shoal.config.sections.device import Device
@@ -46,6 +47,14 @@ class Network(Section, frozen=True):
             description="This peer listens on this port, and on the next one or two for its directory and libp2p; 0 is any free port.",
         ),
     ] = 0
+    region: Annotated[
+        str,
+        Meta(
+            max_length=regions.MOST_CHARACTERS,
+            description="The page's map shows this machine in this cloud region, such as eu-central-1, or at 'NAME LATITUDE,LONGITUDE';"
+            " other machines are told.",
+        ),
+    ] = ""
     delay_s: Annotated[DelayS, Meta(description="The modelled link adds this delay each way to the real one.")] = 0.0
     bandwidth_Bps: Annotated[
         RateBps, Meta(description="The modelled uplink and downlink each carry this much; 0 models neither.")
@@ -108,6 +117,8 @@ class Network(Section, frozen=True):
 
 
 def problems(network: Network, model: Model, train: Train, data: Data, device: Device) -> Iterator[str]:
+    if wrong := regions.problem(network.region):
+        yield f"network.region = {wrong}"
     if network.links and network.transport != "tls":
         yield f"network.links are by host, which network.transport = {network.transport!r} does not know; try network.transport=tls"
     for name in ("bandwidth_Bps", "up_Bps", "down_Bps"):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.config import Config, microbatches, tokens_per_step
+from shoal.config.regions import place, title
+from shoal.dashboard.page.world import projected
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.traffic import KINDS, Traffic
 
@@ -58,6 +60,15 @@ class PeerRow(msgspec.Struct, frozen=True, array_like=True):
     join_s: float
     machine: str
     silent_s: float
+    region: str  # '': not known
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """A region on the page's map (world.py), in its units from the upper left."""
+
+    title: str
+    x: float
+    y: float
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -95,6 +106,7 @@ class PageState(msgspec.Struct, frozen=True, kw_only=True):
     bottleneck: int | None
     forecast: Forecast | None
     peers: list[PeerRow]
+    spots: dict[str, Spot]  # by region, of the peers whose region is known
     events: Sequence[Happening]
 
 
@@ -110,7 +122,10 @@ class StateBuilder:
         passed_s, earlier = self._earlier(snapshot)
         rates = {line.label: _rates(line, earlier.get(line.label), passed_s) for line in snapshot.peers}
         phase = _phase(reading)
-        alive = [_row(line, *rates[line.label], peer_state(line, phase)) for line in snapshot.peers]
+        here = config.network.region
+        alive = [_row(line, *rates[line.label], peer_state(line, phase), here) for line in snapshot.peers]
+        ended = [_row(line, Traffic(), 0.0, line.ended, here) for line in snapshot.ended]
+        peers = alive + ended
         return PageState(
             name=snapshot.name,
             phase=phase,
@@ -133,7 +148,8 @@ class StateBuilder:
             stages=_stages(snapshot, rates),
             bottleneck=snapshot.bottleneck if phase == "running" else None,
             forecast=reading.forecast,
-            peers=[*alive, *(_row(line, Traffic(), 0.0, line.ended) for line in snapshot.ended)],
+            peers=peers,
+            spots=_spots(peers),
             events=snapshot.happenings,
         )
 
@@ -193,7 +209,14 @@ def _rates(line: PeerLine, before: PeerLine | None, passed_s: float) -> tuple[Tr
     return Traffic(**{kind: round(value) for kind, value in sent.items()}), received
 
 
-def _row(line: PeerLine, sent: Traffic, received_Bps: float, state: str) -> PeerRow:
+def _spots(peers: Sequence[PeerRow]) -> dict[str, Spot]:
+    regions = sorted({peer.region for peer in peers if peer.region})
+    known = {region: at for region in regions if (at := place(region)) is not None}
+    return {region: Spot(title(region), *projected(at)) for region, at in known.items()}
+
+
+def _row(line: PeerLine, sent: Traffic, received_Bps: float, state: str, here: str) -> PeerRow:
+    """`here`: this machine's region."""
     return PeerRow(
         label=line.label,
         stage=line.stage,
@@ -210,6 +233,7 @@ def _row(line: PeerLine, sent: Traffic, received_Bps: float, state: str) -> Peer
         join_s=round(line.join_s, 1),
         machine=line.machine,
         silent_s=round(line.silent_s, 1),
+        region=line.region if line.machine else here,
     )
 
 

@@ -20,13 +20,14 @@ ELSEWHERE = "?"  # the machine of a peer whose record was not received yet
 
 
 class Members:
-    """`machines` and `addresses`: where peers are, and where joiners find the run through them, as the directory announces it. `labels`:
-    this machine's peers."""
+    """`machines`, `regions` and `addresses`: where peers are, and where joiners find the run through them, as the directory announces it.
+    `labels`: this machine's peers."""
 
     def __init__(self) -> None:
         self.labels: dict[Peer, str] = {}
         self.machines: dict[Peer, str] = {}
         self.addresses: dict[Peer, tuple[str, ...]] = {}
+        self.regions: dict[Peer, str] = {}
         self.join = ""  # the command that adds a peer; '' on a guest's machine
         self.recover = ""  # the command that gives up silent members; '' on a guest's machine
         self.stopped_at: float | None = None  # since when no local peer hears a leader
@@ -59,6 +60,7 @@ class Members:
                 ready=ready,
                 leading=member.peer in leaders,
                 machine=self.machine(member.peer),
+                region=self.regions.get(member.peer, ""),
             )
             for member, ready in everyone
             if member.peer not in self.labels

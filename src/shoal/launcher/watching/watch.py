@@ -75,6 +75,7 @@ class RunMonitor:
             case Located():
                 self.everyone.machines[line.peer] = escaped(line.host)
                 self.everyone.addresses[line.peer] = line.addresses
+                self.everyone.regions[line.peer] = escaped(line.region)
             case PeerProgress():
                 self.standing[label] = line
                 self.carried[line.peer] = line

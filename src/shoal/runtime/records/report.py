@@ -33,6 +33,7 @@ class Located(ReportLine, frozen=True):
     peer: Peer
     host: str
     addresses: tuple[str, ...] = ()
+    region: str = ""
 
 
 class Agreed(ReportLine, frozen=True):

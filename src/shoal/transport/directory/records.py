@@ -57,6 +57,7 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True):
     addresses: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=500)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
     ] = ()
+    region: Annotated[str, msgspec.Meta(max_length=64)] = ""  # as its operator named it; '' is not known
 
     @property
     def hosts(self) -> tuple[str, ...]:

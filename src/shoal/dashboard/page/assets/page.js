@@ -1,6 +1,7 @@
 // The page of a run: takes server-sent events and shows them. It never sends anything and never makes markup of text.
 import { Charts } from "./charts.js";
 import { bytes, clock, duration, element, pairs, setData, setText, short, whole } from "./format.js";
+import { RegionMap } from "./map.js";
 import { Pipeline, summary } from "./pipeline.js";
 import { PeerTable } from "./table.js";
 
@@ -15,6 +16,7 @@ const $ = (selector) => document.querySelector(selector);
 
 const charts = new Charts($("#loss .chart"), $("#rate .chart"));
 const pipeline = new Pipeline($("#stages"), $("#pipeline"));
+const map = new RegionMap($("#map"));
 const table = new PeerTable($("#peers table"));
 const events = new Map(); // by serial and time, oldest first
 let fields = [], state = null, lastLoss = null, announced = { events: null, phase: "" }, waiting = [], connected = false;
@@ -31,6 +33,7 @@ function receive(update) {
   showFigures(peers);
   for (const part of ["#pipeline", "#peers", "#traffic"]) $(part).hidden = !state.stages.length; // a machine alone has none
   pipeline.show(state, peers);
+  map.show(state.spots, peers);
   setText($("#survives"), state.survives ? `The run ${state.survives}.` : "");
   charts.predict(state.forecast?.tokens_per_s ?? null);
   charts.add(update.steps, update.whole);

@@ -17,6 +17,7 @@ const COLUMNS = [ // field, title, in words, shown how
   ["memory", "memory", false, (value) => (value ? bytes(value) : "–")],
   ["join_s", "joined in", false, (value) => (value ? duration(value) : "–")],
   ["machine", "machine", true, (value) => value || "this one"],
+  ["region", "region", true, (value) => value || "–"],
   ["reason", "reason", true, String],
 ];
 
@@ -38,7 +39,7 @@ export class PeerTable {
   }
 
   sortBy(field) {
-    this.down = this.by === field ? !this.down : !["label", "stage", "state", "machine", "reason"].includes(field);
+    this.down = this.by === field ? !this.down : !["label", "stage", "state", "machine", "region", "reason"].includes(field);
     this.by = field;
     this.mark();
     this.show(this.peers);
