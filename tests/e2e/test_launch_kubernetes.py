@@ -68,6 +68,14 @@ class Recipe(Cluster):
         self.wait(lambda: self.steps >= seen + steps and self.whole())
         return seconds
 
+    def invite(self) -> None:
+        """By the page's command."""
+        self.wait(lambda: self.of(FOUNDER) and self.founder.ready() and rundir.running(self.runs))
+        assert not any(pod.runs for pod in self.of(PEERS)), "there is no invite yet"
+        invited = self.founder.call(invite_command(self.service_ip))
+        assert invited.returncode == 0, invited.stderr
+        self.secrets["shoal-invite"] = {"invite": invited.stdout}
+
     def summary(self) -> dict[str, Any]:
         account: dict[str, Any] = msgspec.json.decode((self.runs / "summary.json").read_bytes())
         return account
@@ -89,11 +97,7 @@ def invite_command(service_ip: str) -> list[str]:
 
 def test_pods_are_killed_drained_and_moved_and_every_sample_counts_once(recipe: Recipe) -> None:
     print("load", os.getloadavg())
-    recipe.wait(lambda: recipe.of(FOUNDER) and recipe.founder.ready())
-    assert not any(pod.runs for pod in recipe.of(PEERS)), "there is no invite yet"
-    invited = recipe.founder.call(invite_command(recipe.service_ip))
-    assert invited.returncode == 0, invited.stderr
-    recipe.secrets["shoal-invite"] = {"invite": invited.stdout}
+    recipe.invite()
     print(f"whole after {recipe.trains():.1f} s")
     for pod in (recipe.founder, *recipe.of(PEERS)):
         assert pod.lives() and pod.ready(), pod.name
@@ -135,13 +139,17 @@ def test_pods_are_killed_drained_and_moved_and_every_sample_counts_once(recipe: 
 
     # The run ends: `kubectl scale --replicas=0`, the Job is deleted, and both are applied again with fewer steps to go.
     recipe.replicas[PEERS] = 0
-    recipe.wait(lambda: not recipe.of(PEERS))
+    recipe.wait(lambda: len(recipe.of(PEERS)) <= 1)
+    for pod in recipe.of(PEERS):  # the last replica of its stage waits for another, two minutes
+        pod.kill()
     founder, recipe.replicas[FOUNDER] = recipe.founder, 0
     recipe.wait(lambda: not founder.runs)
     account = recipe.summary()
     assert account["saved"] and (account["lost"], account["counted_twice"]) == (0, 0), account
     recipe.more[FOUNDER] = (*recipe.more[FOUNDER], f"run.steps={account['saved'] + 20}")
+    recipe.secrets.clear()  # an invite holds the run's settings
     recipe.replicas = {FOUNDER: 1, PEERS: REPLICAS}
+    recipe.invite()
     recipe.wait(lambda: recipe.of(FOUNDER) and recipe.founder.phase == "Succeeded")
     recipe.wait(lambda: all(0 in pod.codes for pod in recipe.of(PEERS)))
     print(recipe.founder.log.read_text()[-1500:])

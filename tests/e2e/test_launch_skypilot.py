@@ -252,7 +252,10 @@ def test_jobs_are_taken_and_recovered_and_every_sample_counts_once(cloud: Cloud)
     cloud.wait(lambda: cloud.founder.poll() is not None, recover=False)
     account = cloud.summary()
     assert account["saved"] and (account["lost"], account["counted_twice"]) == (0, 0), account
+    (cloud.runs / "bootstrap.json").unlink()
     cloud.found(f"run.steps={account['saved'] + 20}")
+    cloud.wait((cloud.runs / "bootstrap.json").exists, recover=False)
+    cloud.invite = invited(cloud)  # it holds the run's settings
     cloud.tick()
     cloud.wait(lambda: cloud.founder.poll() is not None)
     cloud.wait(lambda: [job.poll() for job in cloud.jobs] == [0] * JOBS)
