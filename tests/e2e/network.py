@@ -44,6 +44,10 @@ class Network:
         """What makes a command one of that machine. The process stays the same."""
         return ["ip", "netns", "exec", self._names[address]]
 
+    def add(self, address: str, more: str) -> None:
+        """That machine has this address, too, which no other reaches."""
+        ip("-n", self._names[address], "address", "add", f"{more}/32", "dev", "lo")
+
     def end(self) -> None:
         for name in self._names.values():
             ip("netns", "del", name)

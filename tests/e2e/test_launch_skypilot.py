@@ -13,17 +13,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.e2e.launching import processes
-from tests.e2e.network import Network, ip
+from tests.e2e.network import Network
 from tests.e2e.test_launch_kubernetes import SETTINGS
 
 from shoal.launcher.files import rundir
@@ -32,33 +30,39 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/launch/skypilot.md"
-METADATA = "169.254.169.254"
 JOBS = 3
 TASKS = {
     name: yaml.safe_load((ROOT / f"configs/launch/skypilot/{name}.yaml").read_text()) for name in ("founder", "peer")
 }
 
 
+# What a machine of AWS asks, version 2, in that machine alone. The file that is named by the argument is the notice.
+METADATA = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 class Metadata(BaseHTTPRequestHandler):
-    """What a machine of AWS asks, version 2."""
+    def do_PUT(self):
+        self.answer(200, b"token")
 
-    noticed = threading.Event()
+    def do_GET(self):
+        if self.headers["X-aws-ec2-metadata-token"] != "token":
+            return self.answer(401, b"")
+        self.answer(200 if os.path.exists(sys.argv[1]) else 404, b'{"action": "terminate"}')
 
-    def do_PUT(self) -> None:
-        self._answer(200, b"token")
+    def log_message(self, *_):
+        pass
 
-    def do_GET(self) -> None:
-        assert self.headers["X-aws-ec2-metadata-token"] == "token"
-        self._answer(200 if self.noticed.is_set() else 404, b'{"action": "terminate"}')
-
-    def _answer(self, code: int, body: bytes) -> None:
+    def answer(self, code, body):
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
-        pass
+server = HTTPServer(("169.254.169.254", 80), Metadata)
+print("listens", flush=True)
+server.serve_forever()
+"""
 
 
 class Machine:
@@ -66,6 +70,7 @@ class Machine:
 
     def __init__(self, home: Path, network: Network, number: int) -> None:
         self.home, self._network, self.ip = home, network, network.machine(number)
+        self.notice = home / "notice"  # when it is there, the cloud has given one
         shoal = home / "shoal/bin/shoal"
         shoal.parent.mkdir(parents=True)
         shoal.write_text(f'#!/bin/sh\nexec {sys.executable} -m shoal.cli.main "$@"\n')
@@ -73,6 +78,8 @@ class Machine:
         (home / "sky_workdir").symlink_to(ROOT)
 
     def run(self, script: str, cloud: str, **environment: str) -> subprocess.Popen[bytes]:
+        if cloud == "AWS":
+            self._serve_metadata()
         info = json.dumps({"cluster_name": self.home.name, "cloud": cloud})
         with open(self.home / "log", "ab") as log:
             return subprocess.Popen(
@@ -92,6 +99,13 @@ class Machine:
             "OMP_NUM_THREADS": "1",
             **more,
         }
+
+    def _serve_metadata(self) -> None:
+        """At the address that only this machine reaches; it listens before the task begins."""
+        self._network.add(self.ip, "169.254.169.254")
+        words = [*self._network.words(self.ip), sys.executable, "-c", METADATA, str(self.notice)]
+        server = subprocess.Popen(words, env=self.environment(), stdout=subprocess.PIPE)
+        assert server.stdout is not None and server.stdout.readline() == b"listens\n"
 
     def take(self) -> None:
         """The cloud takes it: everything ends at once."""
@@ -189,16 +203,11 @@ class Cloud:
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
     network = Network()
-    ip("address", "add", f"{METADATA}/32", "dev", network.bridge)
-    server = ThreadingHTTPServer((METADATA, 80), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     cloud = Cloud(tmp_path, network)
     try:
         yield cloud
     finally:
         cloud.end()
-        server.shutdown()
-        server.server_close()
         network.end()
 
 
@@ -224,9 +233,8 @@ def test_jobs_are_taken_and_recovered_and_every_sample_counts_once(cloud: Cloud)
     cloud.where[0].take()
     print(f"the peer of a machine that is gone is replaced after {cloud.trains(without=before):.1f} s")
     before, drained = cloud.members(), cloud.where[1]
-    Metadata.noticed.set()
+    drained.notice.touch()
     seconds = cloud.wait(lambda: cloud.recovered == 2)
-    Metadata.noticed.clear()
     print(
         f"at a notice a peer has left after {seconds:.1f} s, and is replaced after {cloud.trains(without=before):.1f} s more"
     )
