@@ -13,8 +13,9 @@ from shoal import config as configuration
 from shoal.core.messages import Committed, Member, Peer, Phase, Standing, View
 from shoal.launcher import returning
 from shoal.launcher.files import rundir
+from shoal.launcher.invites import Office
 from shoal.runtime.records.account import Base, CommittedStep
-from shoal.transport.identity.invite import Authority
+from shoal.transport.identity.invite import Authority, read_invite
 
 NAMES = ("a", "b", "c", "d")
 VIEW = View(9, 30, tuple(Member(name, number % 2) for number, name in enumerate(NAMES)), phase=Phase.TRAINING)
@@ -42,6 +43,19 @@ def test_nobody_is_asked_for_a_run_that_nobody_can_train(tmp_path: Path, capsys:
             (tmp_path / "bootstrap.json").write_text(text)
             assert returning.living(config, tmp_path) is None
     assert not capsys.readouterr().out
+
+
+def test_a_returning_founder_has_the_invite_of_the_session_before(tmp_path: Path) -> None:
+    """With it, it has the casting vote."""
+    authority = Authority.load(tmp_path / "authority.key")
+
+    def local(*, again: bool) -> str:
+        return read_invite(Office(tmp_path, authority).local(("here:1",), 60.0, "run", again=again), 0.0).grant.id
+
+    before = local(again=False)
+    assert (tmp_path / "local.invite").stat().st_mode & 0o077 == 0
+    assert local(again=True) == before
+    assert local(again=False) != before, "a session of its own"
 
 
 def a_commit(step: int, epoch: int = 0, saved: int = 0) -> CommittedStep:

@@ -47,7 +47,8 @@ class RunPasses:
         if self._office is None:
             return Start(invite=self._invite, passes=b"")
         addresses = (*addresses, *self._living)[:MOST_ADDRESSES]
-        invite = self._office.local(addresses, self._config.network.pass_lifetime_s, self._config.run.name)
+        lifetime_s, name = self._config.network.pass_lifetime_s, self._config.run.name
+        invite = self._office.local(addresses, lifetime_s, name, again=bool(self._living))
         return Start(invite=invite, passes=self._try(self._office.pass_list))
 
     def tend(self, view: View | None) -> bytes:
