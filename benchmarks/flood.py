@@ -12,6 +12,9 @@ founded and leads it. Then one flood after the other, of strangers without a pas
     heartbeats     a visitor sends Pulses of 2 MB, or the largest there may be, under twenty names of its key, 12 MB/s
     garbage    bytes that are no TLS to the port of the transport, 400 connections a second; `log_Bps` is what the victim writes
     silence    140 connections that never say a word, kept up; `join_s` is how long a visitor's handshake then takes
+    loris      140 TLS handshakes of which a byte comes every half second, kept up; `join_s` as for silence
+    hellos     whole handshakes with strangers' keys, 40 a second, then bytes, lists in lists, or a visitor's hello played again
+    crowd      10,000 connections, opened as fast as it goes and held, and opened again when they are closed; `join_s` as for silence
 
 Only 127.0.0.1 is called, for `--seconds` each. The attackers are a thread of this process that ranks low: they share the machine with
 the run, and what they do has its price too. To measure another version of Shoal: `--source DIR` of its checkout.
@@ -24,8 +27,10 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
+import ssl
 import statistics
 import struct
 import subprocess
@@ -43,8 +48,9 @@ from report import Target, parse, report
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
 MIB = 1 << 20
-SMALL = ("run.peers=3", "run.steps=1000000", "train.batch=16", "checkpoint.every=0")
-FLOODS = ("records", "table", "names", "pings", "heartbeats", "garbage", "silence")
+SMALL = ("network.host=127.0.0.1", "run.peers=3", "run.steps=1000000", "train.batch=16", "checkpoint.every=0")
+FLOODS = ("records", "table", "names", "pings", "heartbeats", "garbage", "silence", "loris", "hellos", "crowd")
+CROWD = 10_000
 ENOUGH_MIB = 6000.0  # of memory: the machine is not brought down to show that it could be
 
 
@@ -97,18 +103,13 @@ class Run:
         return sum(file.stat().st_size for file in (self.folder / "logs").glob("p1.log"))
 
     def invite(self) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "shoal.cli.main",
-            "invite",
-            str(ROOT / "configs/quickstart.toml"),
-            "run.name=flood",
-        ]
-        told = subprocess.run(
-            command, cwd=self.folder.parents[1], env=environment(), capture_output=True, text=True, check=True
-        )
-        return next(word for word in told.stdout.split() if word.startswith("shoal-"))
+        out = self.folder.parents[1] / "invite"
+        words = ["invite", str(ROOT / "configs/quickstart.toml"), "run.name=flood", *SMALL[:1], "--out", str(out)]
+        command = [sys.executable, "-m", "shoal.cli.main", *words]
+        asked = subprocess.run(command, cwd=out.parent, env=environment(), capture_output=True, text=True, check=False)
+        if asked.returncode:
+            raise SystemExit(asked.stdout + asked.stderr)
+        return out.read_text().strip()
 
     def seen(self, seconds: float, stop: threading.Event | None = None) -> dict[str, float]:
         """Over so many seconds."""
@@ -446,27 +447,88 @@ class Flood:
         return attack
 
     def silence(self) -> Callable[[], None]:
+        return self._held(140)
+
+    def loris(self) -> Callable[[], None]:
+        return self._held(140, _client_hello())
+
+    def crowd(self) -> Callable[[], None]:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return self._held(min(CROWD, most - 500))
+
+    def _held(self, count: int, words: bytes = b"") -> Callable[[], None]:
+        """So many connections, opened again when they are closed. `words`: said on each, a byte every half second."""
         victim = self.visitor.victim()
         self.extra["join_before_s"] = round(statistics.median(self.visitor.knock(victim) for _ in range(5)), 3)
 
         def attack() -> None:
-            held: list[socket.socket] = []
+            held: list[tuple[socket.socket, float]] = []
             begun = time.monotonic()
+            opened = most = 0
             while self.until():
-                held = [sock for sock in held if not _hung_up(sock)]
-                while len(held) < 140:
+                held = [(sock, since) for sock, since in held if not _hung_up(sock)]
+                while len(held) < count and self.until():
                     try:
-                        held.append(socket.create_connection((victim.host, victim.port), 1))
+                        held.append((socket.create_connection((victim.host, victim.port), 1), time.monotonic()))
                     except OSError:
                         break
+                    opened += 1
+                    if opened % 200 == 0:  # others have turns too
+                        break
+                most = max(most, len(held))
+                for sock, since in held if words else ():
+                    at = int((time.monotonic() - since) / 0.5)
+                    with suppress(OSError):
+                        sock.send(words[at : at + 1])
                 if time.monotonic() > begun + 2 and "join_s" not in self.extra:
                     took = [self.visitor.knock(victim) for _ in range(3)]
                     self.extra["join_s"] = round(statistics.median(took), 3)
                 time.sleep(0.2)
-            for sock in held:
+            self.extra["opened"], self.extra["held_at_most"] = opened, most
+            for sock, _ in held:
                 sock.close()
 
         return attack
+
+    def hellos(self) -> Callable[[], None]:
+        from shoal.transport.identity.identity import Identity, client_context
+        from shoal.transport.streams import handshake
+
+        victim = self.visitor.victim()
+        valid = handshake.encode_hello(self.visitor.identity.name, victim.peer, "control", self.visitor.membership)
+        false = [os.urandom(300), b"\x91" * 4000, valid, valid[:-1], b""]
+        contexts = [client_context(Identity.new()) for _ in range(8)]
+
+        def attack() -> None:
+            tried = refused = admitted = 0
+            while self.until():
+                began = time.monotonic()
+                for _ in range(10):
+                    tried += 1
+                    hello = false[tried % len(false)]
+                    with suppress(OSError), socket.create_connection((victim.host, victim.port), 1) as plain:
+                        plain.settimeout(1)
+                        with contexts[tried % 8].wrap_socket(plain) as sock:
+                            sock.sendall(struct.pack(">H", len(hello)) + hello)
+                            if len(size := sock.recv(2)) == 2:
+                                said = handshake._decoder.decode(sock.recv(struct.unpack(">H", size)[0]))
+                                admitted += isinstance(said, handshake.Hello)
+                                refused += isinstance(said, handshake.Rejection)
+                self.extra.update(hellos=tried, refused=refused, admitted=admitted)
+                time.sleep(max(0.0, began + 0.25 - time.monotonic()))
+
+        return attack
+
+
+def _client_hello() -> bytes:
+    """The first bytes of a handshake."""
+    from shoal.transport.identity.identity import Identity, client_context
+
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        client_context(Identity.new()).wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -71,6 +71,31 @@ def data(config: Config) -> Dataset:
     return open_dataset(config, cache=Path(config.run.dir) / ".cache")
 
 
+def preload(config: Config) -> None:
+    """Imports what a peer of this configuration will, and starts no thread: for launcher/fork_server.py, whose peers are copies of
+    this process. ValueError: the model cannot be cut as asked, as each of them will find."""
+    import torch
+
+    from shoal import executor
+    from shoal.executor.answers import known_answers
+    from shoal.model import stages
+    from shoal.runtime import node
+    from shoal.runtime.data import dataset
+    from shoal.runtime.tasks import task_runner
+
+    assert node and dataset and task_runner
+    if config.device.executor == "emulated":
+        return
+    _store(config, None)
+    stages.check(config)
+    if (
+        torch.version.cuda is None and torch.version.hip is None
+    ):  # else a device is looked for, and no fork may use it after that
+        torch.set_num_threads(1)
+        executor.check(config)
+        known_answers(config)
+
+
 def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskRunner:
     """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
 

@@ -8,13 +8,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.recorded_run import RecordedRun
 
+from shoal.config import microbatches
 from shoal.core.messages import Committed
 from shoal.dashboard.plot import THINNED, curve
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
+from shoal.launcher.files import run_directory, rundir
 from shoal.launcher.files.output_files import OutputFiles
 from shoal.launcher.files.run_directory import STATUS_BPS, StatusFile
-from shoal.runtime.records.account import CommittedStep
+from shoal.launcher.watching.reader import RunReader
+from shoal.runtime.records import account
+from shoal.runtime.records.account import CommitHistory, CommittedStep
 from shoal.traffic import Traffic
 
 
@@ -116,3 +121,21 @@ def test_status_costs_little_however_long_the_run_and_shows_the_same_curve(tmp_p
     status.write(a_snapshot(20_000, 7200.0), float("inf"))
     assert msgspec.json.decode((tmp_path / "status.json").read_bytes(), type=Snapshot).elapsed_s == 7200.0
     files.close()
+
+
+def test_the_file_of_commits_grows_by_a_short_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account, "WHOLE", 4)
+    monkeypatch.setattr(run_directory, "REWRITE_STEPS", 8)
+    with RecordedRun(tmp_path / "month") as run:
+        reader = RunReader(run.output.path)
+        for _ in range(40):
+            run.tick(2.0)
+            run.output.keep(run.monitor.books.steps)
+            reader.read()
+        run.output.keep(run.monitor.books.steps)
+        written, steps = rundir.commits(run.output.path), run.monitor.books.steps
+        assert len(steps) > 30 and [step.commit.step for step in written] == [step.commit.step for step in steps]
+        assert sum(bool(step.commit.groups) for step in written) <= 4 + 8
+        again = CommitHistory(3, microbatches(run.config.train), 0, tuple(written))
+        assert again.lost == 0 and [s.commit.loss for s in again.steps] == [s.commit.loss for s in steps]
+        assert len(reader.series.figures) == len(steps), "who reads along sees each step once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -74,8 +75,13 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 
 def children(launcher: int) -> dict[int, str]:
-    """Process ids and command lines of a launcher's peers."""
+    """Process ids and command lines of a launcher's peers: its children, or forked by one of them."""
     commands = {}
+    parents = {launcher}
+    for path in Path("/proc").glob("[0-9]*/task/*/children"):
+        if path.parts[2] == str(launcher):
+            with contextlib.suppress(OSError):
+                parents.update(map(int, path.read_text().split()))
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -83,7 +89,7 @@ def children(launcher: int) -> dict[int, str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (OSError, ValueError):
                 continue  # it has ended meanwhile
-            if parent == launcher and "shoal.launcher.peer" in command:
+            if parent in parents and re.search(r"shoal\.launcher\.peer (p\d+|\d+) *$", command):
                 commands[int(entry.name)] = command
     return commands
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
+import pytest
 
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
+from shoal.runtime.records import account
 from shoal.runtime.records.account import Base, CommitHistory, CommittedStep, restarted, surviving
 
 STAGES, MICROBATCHES = 2, 4
+
+
+@pytest.fixture(autouse=True, params=[account.WHOLE, 0], ids=["whole", "short"])
+def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every test also with a history of which each commit becomes short at once: the account is the same."""
+    monkeypatch.setattr(account, "WHOLE", request.param)
+    return int(request.param)
+
+
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
 GROUPS = ((Share("a", (0, 2)), Share("b", (3, 1))), (Share("c", (0, 1, 2, 3)),))
 
@@ -20,6 +31,11 @@ def a_view(step: int, groups: tuple[tuple[Share, ...], ...] = GROUPS, epoch: int
     counted = Account(issued=MICROBATCHES * step, committed=MICROBATCHES * step)
     view = View(step + 1 + 100 * epoch, step, MEMBERS, phase=Phase.TRAINING, epoch=epoch, last=last, account=counted)
     return msgspec.structs.replace(view, **fields)
+
+
+def shorts(steps: tuple[CommittedStep, ...]) -> list[CommittedStep]:
+    """As an old history holds them."""
+    return [step if step.tally else account._short(step, (MICROBATCHES, 0, 0)) for step in steps]
 
 
 def some_books(*views: View, first_step: int = 0) -> CommitHistory:
@@ -182,10 +198,10 @@ def test_what_was_written_down_reads_back_as_the_history_that_stands() -> None:
     books = CommitHistory(STAGES, MICROBATCHES)
     written = [step for view in (*BEFORE, *AFTER) if (step := books.agree(view, 0.0)) is not None]
     assert len(written) == 6 and {step.epoch for step in written} == {0, 1}
-    assert surviving(written) == books.steps
+    assert shorts(surviving(written)) == shorts(books.steps)
     assert [(step.commit.step, step.epoch) for step in surviving(written[:4])] == [(0, 0), (1, 1)]
     late = [*written[:3], written[4], written[3], written[5]]  # reported in another order
-    assert surviving(late) == books.steps
+    assert shorts(surviving(late)) == shorts(books.steps)
 
 
 def test_a_resumed_run_keeps_the_account_of_its_checkpoint() -> None:
@@ -209,7 +225,7 @@ def test_a_resumed_run_keeps_what_was_undone_before_and_counts_its_own_epochs_fr
     books.agree(a_view(5, account=Account(issued=4, committed=4)), 1.0)
     back = Account(undone=4)
     books.agree(a_view(4, epoch=1, last=None, phase=Phase.GATHERING, account=back), 2.0)
-    assert books.steps == before, "a later epoch of this session voids nothing of the sessions before"
+    assert shorts(books.steps) == shorts(before), "a later epoch of this session voids nothing of the sessions before"
     books.agree(a_view(5, epoch=1, account=msgspec.structs.replace(back, issued=4, committed=4)), 3.0)
     totals = books.totals()
     assert totals.balanced, totals.reason
@@ -354,3 +370,30 @@ def test_a_restart_after_an_absence_remembers_which_steps_were_away() -> None:
     totals = again.totals()
     assert totals.balanced, totals.reason
     assert (totals.committed, totals.away, totals.undone) == (5 * MICROBATCHES, 2, MICROBATCHES)
+
+
+def test_a_history_of_any_length_keeps_few_whole_commits(whole: int) -> None:
+    books = some_books(*(a_view(step) for step in range(601)))
+    assert sum(bool(step.commit.groups) for step in books.steps) == whole
+    assert all((step.tally is None) == bool(step.commit.groups) for step in books.steps)
+    line = msgspec.json.encode(books.steps[0]) if not whole else b""
+    assert len(line) < 420, "a short line"
+    assert books.totals().balanced and books.totals().steps == 600
+
+
+def test_another_commit_of_an_old_step_is_a_conflict_and_the_same_is_none() -> None:
+    books = some_books(*(a_view(step) for step in range(301)))
+    books.agree(a_view(5), 0.0)
+    assert books.totals().balanced
+    other = a_view(5)
+    assert other.last is not None
+    books.agree(msgspec.structs.replace(other, last=msgspec.structs.replace(other.last, norm=2.0)), 0.0)
+    assert books.totals().reason == "step 4 was committed in two ways"
+
+
+def test_a_resumed_history_is_short_from_its_beginning(whole: int) -> None:
+    standing = some_books(*(a_view(step) for step in range(301))).steps
+    read = tuple(msgspec.json.decode(msgspec.json.encode(step), type=CommittedStep) for step in standing)
+    books = CommitHistory(STAGES, MICROBATCHES, 300, read)
+    assert sum(bool(step.commit.groups) for step in books.steps) == whole
+    assert books.account.committed == 300 * MICROBATCHES

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from shoal import importing
 from shoal.config import Device
 from shoal.escaping import escaped_lines
 from shoal.launcher import devices
+from shoal.launcher.fork_server import MODULE, Declined, ForkedProcess, ForkServer, usable
 from shoal.launcher.invite_text import INVITE_VARIABLE
 from shoal.launcher.process import identify
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
@@ -63,7 +64,7 @@ class News(msgspec.Struct, frozen=True):
 class PeerProcess:
     """One peer process."""
 
-    def __init__(self, label: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, label: str, process: asyncio.subprocess.Process | ForkedProcess, log: Path) -> None:
         self.label, self.process, self.log = label, process, log
         self.identity = identify(process.pid)
         self.listening = asyncio.Event()  # or ended without listening
@@ -124,6 +125,7 @@ class PeerProcesses:
         self.directory, self._hear, self._end = directory, hear, end
         self.children: list[PeerProcess] = []
         self._readers: dict[str, asyncio.Task[None]] = {}
+        self._server: ForkServer | None = None
 
     @property
     def living(self) -> list[PeerProcess]:
@@ -139,10 +141,10 @@ class PeerProcesses:
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{spec.label}.log"
         with open(log, "ab") as errors:
-            process = await asyncio.create_subprocess_exec(
+            process = await self._forked(spec, errors) or await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "shoal.launcher.peer",
+                MODULE,
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -156,6 +158,21 @@ class PeerProcesses:
         child.write(spec)
         self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
         return child
+
+    async def _forked(self, spec: PeerSpec, errors: IO[bytes]) -> ForkedProcess | None:
+        """None: it is to be started by itself; why is in logs/fork_server.log."""
+        if not usable(spec.here):
+            return None
+        variables = _environment(spec)
+        try:
+            if self._server is None:
+                self._server = ForkServer(self.directory / "logs" / "fork_server.log", MAX_REPORT_BYTES)
+                await self._server.start(variables, spec.config)
+            return await self._server.fork(f"{MODULE} {spec.label}", variables, errors)
+        except Declined as declined:
+            with open(self.directory / "logs" / "fork_server.log", "a") as log:
+                log.write(f"{spec.label} is started by itself: {declined}\n")
+            return None
 
     def trim_logs(self) -> None:
         """For a run of months: no log grows without end, and the logs of peers that ended long ago are removed."""
@@ -178,6 +195,8 @@ class PeerProcesses:
         await self.wait(self.living, GOODBYE_S if goodbye_s is None else goodbye_s)
         self.kill()
         await self.wait(self.children, None)
+        if self._server is not None:
+            await self._server.close()
 
     def signal(self, number: signal.Signals) -> None:
         for child in self.living:

@@ -44,6 +44,13 @@ class OutputFiles:
         self._commits = open(self._directory / "commits.jsonl", "ab", buffering=0)
         self._unwritten = b""
 
+    def shorten(self, steps: Iterable[CommittedStep]) -> None:
+        """Write all commits anew, if there is room for a copy."""
+        try:
+            self.rewrite(steps)
+        except OSError as error:
+            self._warn_full("commits.jsonl", error)
+
     def commit(self, step: CommittedStep) -> None:
         """Append a line to commits.jsonl. The line of a step with a checkpoint is on the disk when this returns, so that no checkpoint
         is ahead of it if the machine fails."""

@@ -6,7 +6,7 @@ A user may delete or move the directory during a run. It is made again then, wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +23,7 @@ from shoal.runtime.records.account import CommittedStep
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
 STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
+REWRITE_STEPS = 1024  # commits until commits.jsonl is written anew with short lines for old steps
 WATCHED_S = 10.0  # after `shoal watch` has read status.json: each one is written
 
 
@@ -64,12 +65,14 @@ class RunDirectory:
         self._claim, self._warn, self._log = claim, warn, log
         self._founding, self._identity = rundir.founding(path), rundir.identity(path)
         self._files = OutputFiles(path, warn)
+        self._committed = 0  # since commits.jsonl was last written anew
         self._unmakeable = ""  # why it could not be made again, as last warned of
         self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
         self._status = StatusFile(self._files, path / rundir.WATCHED)
 
     def commit(self, step: CommittedStep) -> None:
         self._files.commit(step)
+        self._committed += 1
         self._log.add(step)
 
     def write_status(self, snapshot: Snapshot, now: float) -> None:
@@ -83,9 +86,15 @@ class RunDirectory:
             if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
                 self._listed[name] = content
 
-    def keep(self, steps: Iterable[CommittedStep]) -> None:
-        """Make the directory again if it was deleted or moved away. `steps`: all commits so far."""
-        if self.lost or rundir.identity(self.path) == self._identity:
+    def keep(self, steps: Sequence[CommittedStep]) -> None:
+        """Make the directory again if it was deleted or moved away. `steps`: all commits so far, of which old ones may have become short:
+        they are written anew now and then, so that the file grows by a short line per step."""
+        if self.lost:
+            return
+        if rundir.identity(self.path) == self._identity:
+            if self._committed >= REWRITE_STEPS:
+                self._committed = 0
+                self._files.shorten(steps)
             return
         try:
             self._claim = rundir.make_anew(self.path, self._founding, self._claim)

@@ -126,11 +126,13 @@ def _ordered(root: Path, found: list[Path]) -> tuple[Path, ...]:
 def _library() -> Corpus:
     """The installed Python library's own text, less what distributions leave out or change."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [
-        p
-        for p in root.rglob("*.py")
-        if not NOT_LIBRARY.intersection(p.relative_to(root).parts) and not p.name.startswith(NOT_LIBRARY_FILES)
-    ]
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [
+            name for name in inner if name not in NOT_LIBRARY
+        ]  # what is installed is many times larger than the library
+        chosen = (name for name in names if name.endswith(".py") and not name.startswith(NOT_LIBRARY_FILES))
+        found += [Path(folder, name) for name in chosen if name not in NOT_LIBRARY]
     if not found:
         raise ValueError(
             f"data.source = 'python': no library text in {root}; give text files with data.source = 'text'"

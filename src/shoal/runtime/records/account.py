@@ -5,10 +5,13 @@ Input are the agreed views that peers report, in any order, repeated or missing;
 
 A run that lost a stage goes back to a checkpoint under a new epoch. Later commits of older epochs are void: they count as
 undone only, so that the account holds every step once.
+
+A run may last for months: of commits older than the newest `WHOLE`, only what the account needs is kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -16,6 +19,18 @@ import msgspec
 
 from shoal.core.consensus.override import times_gone_back
 from shoal.core.messages import Account, Committed, View
+
+WHOLE = 256  # newest commits that are kept with their groups: the books of a step are some KB
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """What the groups and digests of a commit came to, once they are dropped: numbers of microbatches booked once at every stage,
+    missing at a stage, booked twice at a stage."""
+
+    once: int
+    missing: int
+    doubled: int
+    digest: str  # of the whole commit, so that another one of the same step is still known as such
 
 
 class CommittedStep(msgspec.Struct, frozen=True):
@@ -32,6 +47,11 @@ class CommittedStep(msgspec.Struct, frozen=True):
     away: int = (
         0  # so many steps before it were committed while no peer of this machine took part: the members count them
     )
+    tally: Tally | None = None  # of an old one, whose commit has no groups, digests and joiners any more
+
+    def commits(self, other: Committed) -> bool:
+        """Is it that commit?"""
+        return self.commit == other if self.tally is None else self.tally.digest == _digest(other)
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -93,6 +113,8 @@ class CommitHistory:
             (),
         )  # at that number of changes: several views a second ask
         self._missing: dict[int, int] = {}  # microbatches that a stage lacks, by step of this session
+        self._short = 0  # all earlier steps are short
+        self._shorten(max(self._steps, default=-1))
         sizes = {step.commit.step: step.microbatches or microbatches for step in before}
         self._before = sum(
             sizes.get(number, microbatches) for number in range(first_step)
@@ -110,7 +132,7 @@ class CommitHistory:
         away = self._missed(view.last.step)
         known = self._steps.get(view.last.step)
         if known is not None and known.epoch >= view.epoch:
-            if known.epoch == view.epoch and known.commit != view.last:
+            if known.epoch == view.epoch and not known.commits(view.last):
                 self.conflicts.add(view.last.step)
             return None
         step = CommittedStep(
@@ -128,6 +150,7 @@ class CommitHistory:
         if missing := self._count(step)[1]:
             self._missing[view.last.step] = missing
         self.changes += 1
+        self._shorten(view.last.step)
         return step
 
     def _missed(self, step: int) -> int:
@@ -142,6 +165,13 @@ class CommitHistory:
         away = {*self.base.away, *(number for step in self._steps.values() for number in _away(step))}
         return away - self._steps.keys()
 
+    def _shorten(self, newest: int) -> None:
+        for number in range(self._short, newest - WHOLE + 1):
+            step = self._steps.get(number)
+            if step is not None and step.tally is None:
+                self._steps[number] = _short(step, self._count(step))
+        self._short = max(self._short, newest - WHOLE + 1)
+
     def _go_back(self, view: View) -> None:
         """Drop commits that the view's epoch trains again. Views arrive in any order, so the earliest reported step counts.
 
@@ -152,6 +182,7 @@ class CommitHistory:
         if begins >= self._first_step_of_epoch.get(view.epoch, begins + 1):
             return
         self._first_step_of_epoch[view.epoch] = begins
+        self._short = min(self._short, begins)
         self.overlapped = {step for step in self.overlapped if step < begins}
         for number in [n for n, step in self._steps.items() if self._void(step.epoch, n)]:
             del self._steps[number]
@@ -251,6 +282,10 @@ class CommitHistory:
     def _count(self, step: CommittedStep) -> tuple[int, int, int]:
         """Numbers of microbatches booked once at every stage, missing at a stage, booked twice at a stage; for the stages and
         microbatches of the session that committed the step."""
+        tally = step.tally
+        return self._counted(step) if tally is None else (tally.once, tally.missing, tally.doubled)
+
+    def _counted(self, step: CommittedStep) -> tuple[int, int, int]:
         commit, count = step.commit, step.microbatches or self.microbatches
         if commit.skipped:
             return count, 0, 0
@@ -270,6 +305,15 @@ class CommitHistory:
 def _away(step: CommittedStep) -> range:
     """Steps just before it that were committed while no peer of this machine took part."""
     return range(step.commit.step - step.away, step.commit.step)
+
+
+def _digest(commit: Committed) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(commit), digest_size=8).hexdigest()
+
+
+def _short(step: CommittedStep, counts: tuple[int, int, int]) -> CommittedStep:
+    commit = msgspec.structs.replace(step.commit, groups=(), digests=(), joiners=())
+    return msgspec.structs.replace(step, commit=commit, tally=Tally(*counts, _digest(step.commit)))
 
 
 def base_of(steps: tuple[CommittedStep, ...]) -> Base:

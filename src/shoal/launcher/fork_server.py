@@ -1,0 +1,335 @@
+"""Peers forked from one process that has imported what they need: imports are paid once on a machine, in time and in memory.
+
+`ForkServer` is the launcher's side: it starts the server and asks it for peers, each with standard streams and variables of its own.
+`serve` is the server: one thread and no device, or it declines, so that a fork copies nothing that is half done. A forked peer
+is a process as if started anew (docs/design/2026-11-23-fork-server.md). Linux only: elsewhere a fork after imports is not safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import msgspec
+
+from shoal.launcher.process import die_with
+
+MESSAGE_BYTES = 1 << 17  # one variable of an environment on Linux is no longer
+MODULE = "shoal.launcher.peer"
+
+
+class Preload(msgspec.Struct, frozen=True, tag=True):
+    """To the server, once: the configuration of the peers to come."""
+
+    config: dict[str, Any]
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """To the server, with three descriptors: one peer. Its variables, as far as they differ from the server's."""
+
+    title: str
+    variables: dict[str, str | None]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the server. `reason`: why it forks nothing; '' it does."""
+
+    reason: str = ""
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """From the server: the peer that was asked for runs; peers are asked for one by one."""
+
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """From the server: as subprocess counts, a signal's number is negative."""
+
+    pid: int
+    returncode: int
+
+
+_TO_SERVER = msgspec.msgpack.Decoder(Preload | Fork)
+_FROM_SERVER = msgspec.msgpack.Decoder(Ready | Forked | Exited)
+
+
+def usable(here: int) -> bool:
+    """`here`: local peers. One alone gains nothing."""
+    return sys.platform == "linux" and here > 1
+
+
+# ---------------------------------------------------------------------------------------------------------- launcher
+
+
+class ForkedProcess:
+    """A peer, as the launcher holds it: like asyncio's Process, as far as it is used."""
+
+    def __init__(self, pid: int, stdin: asyncio.WriteTransport, stdout: asyncio.StreamReader) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self.returncode
+
+    def end(self, returncode: int) -> None:
+        self.returncode = returncode
+        self.stdin.close()
+        self._ended.set()
+
+
+class Declined(Exception):
+    """The server forks nothing: it said why, or has ended."""
+
+
+class ForkServer:
+    """Its peers end with it, by the kernel's hand."""
+
+    def __init__(self, log: Path, report_bytes: int) -> None:
+        self._log, self._report_bytes = log, report_bytes
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+        self._variables: dict[str, str] = {}
+        self._ready: asyncio.Future[str] | None = None
+        self._asked: asyncio.Future[int] | None = None
+        self._turn = asyncio.Lock()
+        self._peers: dict[int, ForkedProcess] = {}
+        self._early: dict[int, int] = {}  # return codes of peers that ended before `fork` knew them
+
+    async def start(self, variables: Mapping[str, str], config: dict[str, Any]) -> None:
+        """`variables`: of a peer. What differs between peers is not read while modules are imported."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._variables = dict(variables)
+        with theirs, open(self._log, "ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                MODULE,
+                str(os.getpid()),
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"OPENBLAS_NUM_THREADS": "1", **variables},  # NumPy's would start its threads when it is imported
+                process_group=0,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._socket, loop = ours, asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        loop.add_reader(ours.fileno(), self._hear)
+        await self._send(Preload(config), ())
+
+    async def fork(self, title: str, variables: Mapping[str, str], errors: IO[bytes]) -> ForkedProcess:
+        """Declined: it cannot be had from here."""
+        assert self._ready is not None
+        async with self._turn:
+            if reason := await asyncio.shield(self._ready):
+                raise Declined(reason)
+            names = self._variables.keys() | variables.keys()
+            changed = {name: variables.get(name) for name in names if variables.get(name) != self._variables.get(name)}
+            loop = asyncio.get_running_loop()
+            self._asked = loop.create_future()
+            with contextlib.ExitStack() as ends:
+                their_in, our_in = (ends.enter_context(each) for each in _pipe())
+                our_out, their_out = (ends.enter_context(each) for each in _pipe())
+                await self._send(Fork(title, changed), (their_in.fileno(), their_out.fileno(), errors.fileno()))
+                pid = await self._asked
+                stdin, _ = await loop.connect_write_pipe(
+                    asyncio.BaseProtocol, os.fdopen(os.dup(our_in.fileno()), "wb", 0)
+                )
+                stdout = asyncio.StreamReader(self._report_bytes)
+                reading = asyncio.StreamReaderProtocol(stdout)
+                await loop.connect_read_pipe(lambda: reading, os.fdopen(os.dup(our_out.fileno()), "rb", 0))
+            peer = self._peers[pid] = ForkedProcess(pid, stdin, stdout)
+            if pid in self._early:
+                self._exited(Exited(pid, self._early.pop(pid)))
+            return peer
+
+    async def close(self) -> None:
+        """Ends it and whatever it has forked."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._lost()
+
+    async def _send(self, message: Preload | Fork, descriptors: tuple[int, ...]) -> None:
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(message)], descriptors)
+        except OSError as error:  # it has ended, or what is to be said is longer than a message may be
+            raise Declined(f"{type(error).__name__}: {error}") from None
+
+    def _hear(self) -> None:
+        assert self._socket is not None and self._ready is not None
+        try:
+            data = self._socket.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        match _FROM_SERVER.decode(data):
+            case Ready(reason=reason):
+                self._ready.set_result(reason)
+            case Forked(pid=pid):
+                assert self._asked is not None
+                self._asked.set_result(pid)
+            case Exited() as exited:
+                self._exited(exited)
+
+    def _exited(self, exited: Exited) -> None:
+        peer = self._peers.pop(exited.pid, None)
+        if peer is None:
+            self._early[exited.pid] = exited.returncode
+        else:
+            peer.end(exited.returncode)
+
+    def _lost(self) -> None:
+        """It has ended, and so have its peers."""
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        for waiting in (self._ready, self._asked):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(Declined("the server has ended"))
+                waiting.exception()  # somebody may wait, or nobody
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ready.set_result("the server has ended")
+        for peer in self._peers.values():
+            peer.end(-signal.SIGKILL)
+        self._peers.clear()
+
+
+def _pipe() -> Iterator[IO[bytes]]:
+    reading, writing = os.pipe()
+    yield os.fdopen(reading, "rb", 0)
+    yield os.fdopen(writing, "wb", 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ server
+
+
+def serve(launcher: int, descriptor: int, be_peer: Callable[[int], int]) -> NoReturn:
+    """Imports, then forks until the launcher ends. `be_peer`: in a forked process, given its parent; returns its exit code."""
+    die_with(launcher)
+    line = socket.socket(fileno=descriptor)
+    woken = _wakes_by_child()
+    first = _TO_SERVER.decode(line.recv(MESSAGE_BYTES))
+    assert isinstance(first, Preload)
+    reason = _preload(first.config)
+    line.send(msgspec.msgpack.encode(Ready(reason)))
+    if reason:
+        os._exit(0)
+    while True:
+        waiting, _, _ = select.select([line.fileno(), woken], [], [])
+        if woken in waiting:
+            os.read(woken, 4096)
+            _reap(line)
+        if line.fileno() in waiting:
+            data, descriptors, *_ = socket.recv_fds(line, MESSAGE_BYTES, 3)
+            if not data:
+                os._exit(0)
+            request = _TO_SERVER.decode(data)
+            assert isinstance(request, Fork)
+            _fork(line, woken, request, descriptors, be_peer)
+
+
+def _wakes_by_child() -> int:
+    """Readable when a child has ended."""
+    reading, writing = os.pipe()
+    for end in (reading, writing):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
+
+
+def _reap(line: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            line.send(msgspec.msgpack.encode(Exited(ended[0], os.waitstatus_to_exitcode(ended[1]))))
+
+
+def _preload(config: dict[str, Any]) -> str:
+    """Why nothing can be forked after it; ''. What is wrong with the configuration, each peer finds and says by itself."""
+    from shoal import build
+    from shoal import config as configuration
+
+    gc.disable()
+    try:
+        build.preload(configuration.from_tree(config))
+    except Exception:  # noqa: BLE001 - a user's module, say: whatever it is, the peers meet it too, and each says so
+        traceback.print_exc()
+    gc.enable()
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"{threads} threads run after the imports, and a fork would copy one"
+    gc.collect()
+    gc.freeze()  # what is shared stays so: a collection would write into every object
+    return ""
+
+
+def _fork(
+    line: socket.socket, woken: int, request: Fork, descriptors: list[int], be_peer: Callable[[int], int]
+) -> None:
+    server = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # here too: the launcher may signal the group as soon as it hears of it
+        for each in descriptors:
+            os.close(each)
+        line.send(msgspec.msgpack.encode(Forked(pid)))
+        return
+    code = 1
+    try:
+        own = (line.detach(), woken, signal.set_wakeup_fd(-1), *descriptors)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        for number, each in enumerate(descriptors):
+            os.dup2(each, number)
+        for each in own:
+            os.close(each)
+        _become(request)
+        code = be_peer(server)
+    except BaseException:  # noqa: BLE001 - nothing may return into the server's loop
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(request: Fork) -> None:
+    import torch
+
+    for name, value in request.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.environ["SPT_NOENV"] = "1"  # what others read of this process's variables stays readable
+    import setproctitle
+
+    setproctitle.setproctitle(request.title)
+    if (threads := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdigit():
+        torch.set_num_threads(int(threads))  # libgomp read the server's
