@@ -3,6 +3,7 @@ run, and every sample is counted once. The pool's own tests bring the pool."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -64,6 +65,13 @@ class Launched:
             os.kill(pid, signal.SIGKILL)
         self.wait(lambda: self.joined(number) not in (None, join))  # there is another one
 
+    def end(self) -> None:
+        """Everything that a failed test has left: the founder is in a session of its own, and outlives its launcher as it should."""
+        for pid, words in processes():
+            if str(self._path) in words and "shoal.cli.main" in words:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # the kernel ends peers with their launcher
+
     def output(self) -> str:
         """Of what the peers said, all machines together."""
         return "\n".join(path.read_text() for path in sorted((self._path / "runs").glob("shoal-*/*.log")))
@@ -95,6 +103,13 @@ def parent(pid: int) -> int:
 
 def survives(run: Launched, tmp_path: Path, lose: Callable[[int], None], notice: Callable[[int], None]) -> None:
     """The demands on every pool. `lose`: a machine dies with its peer. `notice`: a machine is going to be taken away."""
+    try:
+        _disturb(run, tmp_path, lose, notice)
+    finally:
+        run.end()
+
+
+def _disturb(run: Launched, tmp_path: Path, lose: Callable[[int], None], notice: Callable[[int], None]) -> None:
     run.trains()
     lose(0)
     run.trains()

@@ -329,6 +329,49 @@ def _committed(stages: int, groups: tuple[tuple[Share, ...], ...], steps: int) -
     return books.steps
 
 
+# ------------------------------------------------------------------------------------- trained while this machine was away
+
+
+def test_steps_that_others_committed_while_this_machine_was_away_are_counted_by_them() -> None:
+    standing = some_books(a_view(1), a_view(2)).steps
+    books = CommitHistory(STAGES, MICROBATCHES, before=standing, returns=True)
+    books.agree(a_view(2), 0.0)  # the view with which it asks for admission commits a step that is known
+    books.agree(a_view(6), 1.0)  # which commits step 5: steps 2 to 4 were heard of nowhere here
+    books.agree(a_view(7), 2.0)
+    totals = books.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.steps, totals.committed, totals.lost, totals.away) == (7, 7 * MICROBATCHES, 0, 3)
+    assert [step.away for step in books.steps] == [0, 0, 3, 0]
+
+
+def test_a_machine_that_was_never_away_misses_no_commit() -> None:
+    books = CommitHistory(STAGES, MICROBATCHES, before=some_books(a_view(1), a_view(2)).steps)
+    books.agree(a_view(6), 1.0)
+    totals = books.totals()
+    assert not totals.balanced and totals.lost == 3 * MICROBATCHES
+    assert totals.reason.startswith("nobody reported how step 2 was committed")
+
+
+def test_steps_away_that_the_members_did_not_commit_do_not_balance() -> None:
+    books = CommitHistory(STAGES, MICROBATCHES, before=some_books(a_view(1)).steps, returns=True)
+    books.agree(a_view(4, account=Account(issued=12, committed=12)), 1.0)
+    assert not books.totals().balanced, "four steps have sixteen microbatches"
+
+
+def test_a_restart_after_an_absence_remembers_which_steps_were_away() -> None:
+    """Also from a checkpoint in the middle of them."""
+    books = CommitHistory(STAGES, MICROBATCHES, before=some_books(a_view(1), a_view(2)).steps, returns=True)
+    books.agree(a_view(6), 1.0)
+    base = restarted(books.steps, 4, MICROBATCHES, books.base)
+    assert (base.away, base.first_step) == ((2, 3), 4)
+    assert restarted(books.steps[:2], 4, MICROBATCHES, base) == base, "the session that was killed at once had the same"
+    again = CommitHistory(STAGES, MICROBATCHES, first_step=4, before=books.steps[:2], base=base)
+    again.agree(a_view(5, account=Account(issued=4, committed=4)), 2.0)
+    totals = again.totals()
+    assert totals.balanced, totals.reason
+    assert (totals.committed, totals.away, totals.undone) == (5 * MICROBATCHES, 2, MICROBATCHES)
+
+
 def test_a_history_of_any_length_keeps_few_whole_commits(whole: int) -> None:
     books = some_books(*(a_view(step) for step in range(601)))
     assert sum(bool(step.commit.groups) for step in books.steps) == whole

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         [
             *_too_many(args.peers, invite.grant.peers),
             *preflight.machine(config),
-            *preflight.address(config, 0),
+            *preflight.address(config, config.network.port),
             *reach.problems(invite.addresses),
         ]
     )

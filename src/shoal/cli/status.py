@@ -8,7 +8,10 @@ from rich.console import Console
 
 from shoal.dashboard import account
 from shoal.dashboard.terminal import render, rows
-from shoal.launcher.files.standing import directory_of, standing
+from shoal.exit_codes import ExitCode
+from shoal.launcher.files.standing import alive, directory_of, standing
+
+ALIVE_S = 60.0
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +19,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "run", nargs="?", default="runs", help="the run's directory or its TOML file; else the newest in runs/"
     )
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings given to `shoal run`, such as run.name")
+    parser.add_argument(
+        "--alive",
+        action="store_true",
+        help=f"print nothing; exit code 0 while its launcher runs and has written its state within {ALIVE_S:.0f} s, else 1: for probes",
+    )
     parser.add_argument("--peers", action="store_true", help="of a run that has ended: the bytes of each peer, too")
 
 
 def main(args: argparse.Namespace) -> int:
     directory = directory_of(args.run, args.settings)
+    if args.alive:
+        return ExitCode.OK if alive(directory, ALIVE_S) else ExitCode.FAILED
     summary = directory / "summary.json"
     if summary.exists():
         print(account.text(account.read(summary), peers=args.peers))

@@ -59,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
     skipped: int = 0  # of those committed, the ones of steps that changed nothing
     adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted
+    away: int = 0  # steps committed while no peer of this machine took part: how they were committed, only the members' count says
     first_step: int = 0  # where this session began
     killed: int  # peers ended by --kill-every
     joined: int  # peers that joined while it ran
@@ -98,6 +99,7 @@ def text(summary: Summary, peers: bool = False) -> str:
         ("lost", f"{summary.lost:,}"),
         ("counted twice", f"{summary.counted_twice:,}"),
         *_adopted(summary),
+        *_away(summary),
         *_skipped(summary),
         *_heldout(summary),
         *_undone(summary),
@@ -193,6 +195,12 @@ def _overlap(summary: Summary) -> list[tuple[str, str]]:
 def _session(summary: Summary) -> str:
     """Prefix of a figure that is not of the whole run."""
     return f"since step {summary.first_step:,}: " if summary.first_step else ""
+
+
+def _away(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.away:
+        return []
+    return [("away", f"{summary.away:,} steps that the others committed while this machine was away: by their count")]
 
 
 def _adopted(summary: Summary) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ import msgspec
 
 from shoal.core.messages import Passes, PassesRequest, Peer
 from shoal.escaping import UNDECODABLE
+from shoal.launcher.reach import write_secret
 from shoal.runtime.records.report import replace
 from shoal.transport.base import Incoming
 from shoal.transport.identity.invite import Authority, Invite, as_text, read_invite
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.config import Config
 
 FILE = "invites.json"
+LOCAL = "local.invite"  # beside it, readable by its owner alone
 KEPT_S = 86400.0  # an invite that is over is listed for so long
 DUE = 0.5  # of its lifetime: when it is renewed
 OPERATOR_S = 3600.0  # the pass of the operator's own connection
@@ -96,13 +98,17 @@ class Office:
         self._add(read_invite(text, 0.0).grant, Issued(grant=b"", title=title, renews=renews))
         return text
 
-    def local(self, addresses: tuple[str, ...], lifetime_s: float, name: str) -> str:
-        """The invite of the launcher's own peers: one for all, made when it is first asked for and known to this process only."""
+    def local(self, addresses: tuple[str, ...], lifetime_s: float, name: str, *, again: bool = False) -> str:
+        """The invite of the launcher's own peers: one for all, made when it is first asked for. `again`: that of the session before, with
+        which they are the founder's to the run that others have gone on with (casting vote, copies of checkpoints)."""
+        if self._local is None and again and (self.directory / LOCAL).exists():
+            self._local = read_invite((self.directory / LOCAL).read_text(), 0.0)
         if self._local is None:
             now = self.clock()
             text = self.authority.invite((), now + lifetime_s, name, peers=MAX_PEERS, issued=now)
             self._local = read_invite(text, 0.0)
             self._add(self._local.grant, Issued(grant=b"", title="this machine", local=True))
+            write_secret(self.directory / LOCAL, text)
         return as_text(msgspec.structs.replace(self._local, addresses=addresses))
 
     def revoke(self, invites: Collection[str], keys: Collection[str]) -> bytes:

@@ -74,9 +74,10 @@ class Launcher:
         self._output = RunDirectory(job.directory, job.claim, self._warn, log)
         if job.plan is not None:
             plans.save(job.plan, plan_settings.plan_file(job.directory))
-        self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn)
+        living = job.resumed.living
+        self._passes = RunPasses(job.config, job.directory, self.authority, job.invite, self._warn, living)
         self._starter = Starter(
-            self._config_of, job.directory, self.crew, self._passes, job.resumed.first_step, job.here
+            self._config_of, job.directory, self.crew, self._passes, 0 if living else job.resumed.first_step, job.here
         )
         self._majority = MajorityWatch(self.watch)
         self.watch.everyone.recover = f"shoal recover {job.directory}" if self.authority is not None else ""
@@ -257,9 +258,8 @@ class Launcher:
 
     async def _start_all(self) -> None:
         """Start all processes; introduce the founder first, and the others when it listens."""
-        children = [
-            await self._starter.start(first=self.authority is not None and n == 0) for n in range(self.job.here)
-        ]
+        founds = self.authority is not None and not self.job.resumed.living
+        children = [await self._starter.start(first=founds and n == 0) for n in range(self.job.here)]
         self._starter.introduce(children[0])
         try:
             async with asyncio.timeout(LISTEN_S):

@@ -15,6 +15,8 @@ from shoal.launcher.invites import Office
 from shoal.launcher.launch import PeerProcess, PeerProcesses, PeerSpec, Start
 from shoal.transport.identity.invite import Authority, read_invite
 
+MOST_ADDRESSES = 32  # in an invite
+
 
 class RunPasses:
     """The invite and the passes of local peers: from the run's own key, or the invite of somebody else's run.
@@ -22,18 +24,31 @@ class RunPasses:
     `warn` is called when passes cannot be renewed. Training goes on: on a full disk, say, there is time until they expire."""
 
     def __init__(
-        self, config: Config, directory: Path, authority: Authority | None, invite: str, warn: Callable[[str], None]
+        self,
+        config: Config,
+        directory: Path,
+        authority: Authority | None,
+        invite: str,
+        warn: Callable[[str], None],
+        living: tuple[str, ...] = (),
     ) -> None:
+        """`living`: addresses of those who train the run already."""
         self.run = authority.run if authority is not None else read_invite(invite, 0.0).run
         self._office = Office(directory, authority) if authority is not None else None
-        self._config, self._invite, self._warn = config, invite, warn
+        self._config, self._invite, self._warn, self._living = config, invite, warn, living
         self._failure = ""  # why passes could not be renewed, as last warned of
+
+    @property
+    def founded_here(self) -> bool:
+        return self._office is not None
 
     def start(self, addresses: tuple[str, ...]) -> Start:
         """What a new peer is given. `addresses`: where it finds the run."""
         if self._office is None:
             return Start(invite=self._invite, passes=b"")
-        invite = self._office.local(addresses, self._config.network.pass_lifetime_s, self._config.run.name)
+        addresses = (*addresses, *self._living)[:MOST_ADDRESSES]
+        lifetime_s, name = self._config.network.pass_lifetime_s, self._config.run.name
+        invite = self._office.local(addresses, lifetime_s, name, again=bool(self._living))
         return Start(invite=invite, passes=self._try(self._office.pass_list))
 
     def tend(self, view: View | None) -> bytes:
@@ -88,7 +103,7 @@ class Starter:
                 run=self._passes.run,
                 number=number,
                 here=self._here,
-                key=str(self._directory / "founder.key") if first else "",
+                key=str(self._directory / "founder.key") if number == 0 and self._passes.founded_here else "",
             )
         )
 

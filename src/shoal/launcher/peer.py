@@ -96,7 +96,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     role = build.PeerRole(
         first=spec.first,
         first_step=spec.first_step,
-        port=config.network.port if spec.first else 0,
+        port=config.network.port if spec.number == 0 else 0,
         trace=traces / f"{spec.label}.jsonl",
         answers=answers,
         key=Path(spec.key) if spec.key else None,

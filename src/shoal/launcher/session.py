@@ -18,7 +18,7 @@ from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
-from shoal.launcher import preflight
+from shoal.launcher import preflight, returning
 from shoal.launcher.files import checkpoints, rundir
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
@@ -125,13 +125,19 @@ def begin(prepared: Prepared, options: RunOptions, faults: Sequence[str] = ()) -
     preflight.refuse([*faults, *preflight.machine(config), *address])
     directory = config.run.directory
     with rundir.claimed(directory) as claim:
-        resumed = Resumed()
-        if options.resume:
+        resumed, others = Resumed(), returning.living(config, directory) if options.resume else None
+        if others is not None:
+            resumed = rundir.rejoin(directory, others.view, others.addresses)
+        elif options.resume:
             resumed = rundir.resume(config, directory, adopt=options.adopt, others=here < config.run.peers)
         if not options.resume:
             checkpoints.begin(config, directory, adopt=options.adopt)
             rundir.set_aside(directory)
-        elif resumed.first_step >= config.run.steps and (over := _ended(config, directory)) is not None:
+        elif (
+            others is None
+            and resumed.first_step >= config.run.steps
+            and (over := _ended(config, directory)) is not None
+        ):
             yield over
             return
         yield RunRequest(

@@ -29,7 +29,7 @@ import msgspec
 
 from shoal import trace
 from shoal.config import Config, microbatches
-from shoal.core.messages import Peer
+from shoal.core.messages import Peer, View
 from shoal.dashboard import account, plot
 from shoal.escaping import UNDECODABLE, escaped, escaped_json
 from shoal.launcher.files import checkpoints
@@ -244,6 +244,16 @@ def resume(config: Config, directory: Path, *, adopt: bool = False, others: bool
     _thin_earlier(directory, config.run.trace_bytes * config.run.peers)
     _begin_session(directory, base, kept)
     return resumed
+
+
+def rejoin(directory: Path, view: View, addresses: tuple[str, ...]) -> Resumed:
+    """What this machine knows of the session that others have gone on with; nothing is undone. Where they have gone back to a
+    checkpoint since, it is one that was saved when this machine was last there, or a newer one."""
+    base, standing = _began_with(directory), surviving(commits(directory))
+    last = standing[-1] if standing else None
+    if last is not None and last.commit.step >= base.first_step and last.epoch != view.epoch:
+        standing = tuple(step for step in standing if step.commit.step < max(last.saved, base.first_step))
+    return Resumed(first_step=base.first_step, steps=standing, base=base, living=addresses)
 
 
 def _newest_saved(directory: Path, standing: Sequence[CommittedStep], before: float, *, lost: bool) -> int:

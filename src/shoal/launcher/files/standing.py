@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,12 @@ def directory_of(run: str, settings: list[str]) -> Path:
     if not runs:
         raise ValueError(f"{path}: no run is or was there; name a run's directory or its TOML file")
     return runs[-1].parent
+
+
+def alive(directory: Path, within_s: float) -> bool:
+    """Its launcher runs, and has written the state within that time."""
+    written_s = (directory / "status.json").stat().st_mtime
+    return rundir.running(directory) and time.time() - written_s < within_s
 
 
 def standing(directory: Path) -> tuple[Snapshot, bool]:

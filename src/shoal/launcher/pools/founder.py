@@ -1,7 +1,7 @@
 """The founder of a launched run: a `shoal run` with one peer on this machine, which outlives the launcher, and the invite for the others.
 
-The founder's directory has the run's key, commits and account. A founder that has ended is not replaced while launched peers go on
-without it: two histories of one run would begin.
+The founder's directory has the run's key, commits and account. A founder that has ended and is started again returns to the run that
+launched peers still train (launcher/returning.py).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class Resumed(msgspec.Struct, frozen=True):
     steps: tuple[CommittedStep, ...] = ()
     base: Base = Base()
     checkpoint: str = ""  # its path; '' when there was none yet, and the run begins anew
+    living: tuple[str, ...] = ()  # addresses of the others, who train the run already: this machine returns to it
 
 
 class RunMonitor:
@@ -51,6 +52,7 @@ class RunMonitor:
             resumed.first_step,
             resumed.steps,
             resumed.base,
+            returns=bool(resumed.living),
         )
         self.everyone = Members()
         self.presence = Presence()
@@ -304,6 +306,7 @@ class RunMonitor:
             skipped=totals.skipped,
             recovered=totals.recovered,
             adopted_steps=totals.adopted_steps,
+            away=totals.away,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
             joined=self.books.account.joined,

@@ -44,6 +44,9 @@ class CommittedStep(msgspec.Struct, frozen=True):
     stages: int = 0  # of the session that committed it; a later one may cut otherwise; 0: unknown
     microbatches: int = 0  # of this step; 0: unknown
     saved: int = 0  # the step of the newest checkpoint at this commit
+    away: int = (
+        0  # so many steps before it were committed while no peer of this machine took part: the members count them
+    )
     tally: Tally | None = None  # of an old one, whose commit has no groups, digests and joiners any more
 
     def commits(self, other: Committed) -> bool:
@@ -58,6 +61,8 @@ class Base(msgspec.Struct, frozen=True):
     account: Account = Account()
     recovered: int = 0
     adopted_steps: int = 0  # first steps, committed by another run: in the checkpoint, without commits here
+    away: tuple[int, ...] = ()  # steps that were committed while no peer of this machine took part
+    first_step: int = 0  # that the session begins with
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -73,6 +78,7 @@ class Totals(msgspec.Struct, frozen=True):
     recovered: int  # times the run went back to a checkpoint
     skipped: int  # of those committed, the ones of steps that changed nothing
     adopted_steps: int  # first steps, committed by another run whose checkpoint this one adopted
+    away: int  # of the steps, those committed while no peer of this machine took part, by the members' count
     balanced: bool
     reason: str  # what does not balance; '': nothing
     begun: int = 0  # of a step that had begun when nothing more was heard, if nothing else is amiss
@@ -89,7 +95,9 @@ class CommitHistory:
         first_step: int = 0,
         before: tuple[CommittedStep, ...] = (),
         base: Base | None = None,
+        returns: bool = False,
     ) -> None:
+        """`returns`: this machine comes back to a session that others have gone on with."""
         self.stages, self.microbatches = stages, microbatches
         self.first_step = first_step
         self.base = base if base is not None else base_of(before)
@@ -97,6 +105,7 @@ class CommitHistory:
         self.conflicts: set[int] = set()  # steps with two different commits
         self.overlapped: set[int] = set()  # steps averaged while the next one was computed
         self.changes = 0  # increased with every change of `steps`
+        self._returns = returns
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
         self._ordered: tuple[int, tuple[CommittedStep, ...]] = (
@@ -120,6 +129,7 @@ class CommitHistory:
             self.view = view
         if view.last is None or view.last.step < self.first_step or self._void(view.epoch, view.last.step):
             return None
+        away = self._missed(view.last.step)
         known = self._steps.get(view.last.step)
         if known is not None and known.epoch >= view.epoch:
             if known.epoch == view.epoch and not known.commits(view.last):
@@ -134,6 +144,7 @@ class CommitHistory:
             stages=self.stages,
             microbatches=self.microbatches,
             saved=view.saved,
+            away=away,
         )
         self._steps[view.last.step] = step
         if missing := self._count(step)[1]:
@@ -141,6 +152,18 @@ class CommitHistory:
         self.changes += 1
         self._shorten(view.last.step)
         return step
+
+    def _missed(self, step: int) -> int:
+        """How many steps just before it have no commit here. A machine that has returned hears of every one once it is a member."""
+        if not self._returns:
+            return 0
+        known = [number for number in self._steps if number < step]
+        return step - 1 - max(known, default=self.first_step - 1)
+
+    def _away(self) -> set[int]:
+        """Steps of which only the members' count says how they were committed."""
+        away = {*self.base.away, *(number for step in self._steps.values() for number in _away(step))}
+        return away - self._steps.keys()
 
     def _shorten(self, newest: int) -> None:
         for number in range(self._short, newest - WHOLE + 1):
@@ -213,11 +236,13 @@ class CommitHistory:
         account = self.account
         steps = self.view.step if self.view is not None else self.first_step
         issued = account.issued
+        away = self._away()
+        unheard = {*range(self.base.adopted_steps), *away} - self._steps.keys()
         committed = lost = twice = 0
         reasons: list[str] = []
         for number in range(steps):
             step = self._steps.get(number)
-            if step is None and number < self.base.adopted_steps:
+            if number in unheard:
                 committed += self.microbatches
                 continue
             if step is None:
@@ -248,6 +273,7 @@ class CommitHistory:
             skipped=account.skipped,
             recovered=self.recovered,
             adopted_steps=self.base.adopted_steps,
+            away=sum(number < steps for number in away),
             balanced=not reasons and twice == 0,
             reason="; ".join(reasons[:5]),
             begun=begun if len(reasons) == 1 else 0,
@@ -276,6 +302,11 @@ class CommitHistory:
         return once, len(missing), len(doubled)
 
 
+def _away(step: CommittedStep) -> range:
+    """Steps just before it that were committed while no peer of this machine took part."""
+    return range(step.commit.step - step.away, step.commit.step)
+
+
 def _digest(commit: Committed) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(commit), digest_size=8).hexdigest()
 
@@ -300,7 +331,14 @@ def restarted(standing: tuple[CommittedStep, ...], first_step: int, microbatches
     account = msgspec.structs.replace(base.account, undone=base.account.undone + void)
     fields = account.__struct_fields__
     larger = {field: max(getattr(account, field), getattr(before.account, field)) for field in fields}
-    return Base(Account(**larger), max(base.recovered, before.recovered), min(before.adopted_steps, first_step))
+    away = {*before.away, *(number for step in standing for number in _away(step))}
+    return Base(
+        account=Account(**larger),
+        recovered=max(base.recovered, before.recovered),
+        adopted_steps=min(before.adopted_steps, first_step),
+        away=tuple(sorted(number for number in away if number < first_step)),
+        first_step=first_step,
+    )
 
 
 def surviving(steps: Iterable[CommittedStep]) -> tuple[CommittedStep, ...]:
