@@ -131,7 +131,7 @@ class RayPool:
     def __init__(self, peers: Peers, cpus: float, gpus: float) -> None:
         """In the cluster that is connected. `cpus`, `gpus`: of each peer."""
         self._peers = peers
-        self._actor = ray.remote(PeerActor).options(
+        self._actor = ray.remote(
             num_cpus=cpus,
             num_gpus=gpus,
             max_restarts=-1,
@@ -139,7 +139,7 @@ class RayPool:
             lifetime="detached",
             namespace=peers.title,
             scheduling_strategy="SPREAD",
-        )
+        )(PeerActor)
         self._codes: dict[int, int] = {}  # of peers whose actors are removed
         self._logs: dict[int, str] = {}
         self._leaving_s: dict[int, float] = {}  # when each was asked to
