@@ -153,7 +153,9 @@ def _pool(args: argparse.Namespace, peers: Peers, hosts: Sequence[str]) -> Pool:
 def _connect_ray(args: argparse.Namespace) -> None:
     """ValueError: Ray is not installed, no cluster answers, or what a peer gets of it is not a number of cores or GPUs."""
     if args.cpus < 0 or args.gpus < 0 or args.cpus + args.gpus == 0:
-        raise ValueError(f"--cpus {args.cpus:g} --gpus {args.gpus:g}: a peer needs cores or GPUs, and never fewer than 0")
+        raise ValueError(
+            f"--cpus {args.cpus:g} --gpus {args.gpus:g}: a peer needs cores or GPUs, and never fewer than 0"
+        )
     try:
         from shoal.launcher.pools.ray_actors import connect
     except ModuleNotFoundError as error:
