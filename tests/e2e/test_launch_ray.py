@@ -62,7 +62,10 @@ def test_ray_replaces_peers_whose_processes_and_nodes_die_or_are_drained(
     run = Launched(start, tmp_path, "ray", "--peers", str(PEERS), "--ray", nodes.address)
 
     def another(number: int, before: int) -> bool:
-        return run.joined(number) not in (None, before) and raylet(run, number) != 0
+        """A child of an actor: a killed peer's own children live on for a moment, under its name."""
+        join = run.joined(number)
+        actors = [pid for pid, words in processes() if "PeerActor" in words]
+        return join not in (None, before) and parent(join or 0) in actors
 
     def lose(number: int) -> None:
         join = run.joined(number)
