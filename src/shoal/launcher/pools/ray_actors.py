@@ -189,15 +189,16 @@ class RayPool:
         return ray.get_actor(_name(number), self._peers.title)
 
     def _read(self, number: int, answer: Any) -> int | None:
-        """One that does not answer is being restarted, or waits for a node; if it was asked to leave, it has left. One that is dead for good
-        has no name any more, so that it is missing from the next answer."""
+        """One that does not answer is being restarted, or waits for a node; if it was asked to leave, it has left. One that is dead for
+        good has no name any more, so that it is missing from the next answer."""
         try:
             code, self._logs[number] = ray.get(answer, timeout=0)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             since_s = self._leaving_s.get(number)
             return None if since_s is None or time.monotonic() - since_s < ANSWER_S else ExitCode.INTERRUPTED
         if code is None and number in self._leaving_s:
-            self._find(number).drain.remote()  # restarted since
+            with contextlib.suppress(ValueError):  # it has ended
+                self._find(number).drain.remote()  # restarted since
         result: int | None = code
         return result
 
