@@ -29,6 +29,7 @@ from shoal.launcher.pools.local import LocalPool
 from shoal.launcher.pools.pool import Pauses, Peers, States
 
 ANSWER_S = 5.0  # an actor that does not answer within this time waits for a node, or is being restarted
+GONE_S = 30.0  # one that was asked to leave and has not answered for so long has no process
 CONNECT_S = 5.0
 LOOK_S = 0.5
 DRAINS_S = 2.0  # between two looks at the nodes that are being drained
@@ -142,7 +143,7 @@ class RayPool:
         )(PeerActor)
         self._codes: dict[int, int] = {}  # of peers whose actors are removed
         self._logs: dict[int, str] = {}
-        self._leaving_s: dict[int, float] = {}  # when each was asked to
+        self._leaving_s: dict[int, float] = {}  # when each that was asked to answered last
 
     def states(self) -> States:
         answers = {number: actor.state.remote() for number, actor in self._actors().items()}
@@ -195,8 +196,9 @@ class RayPool:
             code, self._logs[number] = ray.get(answer, timeout=0)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             since_s = self._leaving_s.get(number)
-            return None if since_s is None or time.monotonic() - since_s < ANSWER_S else ExitCode.INTERRUPTED
+            return None if since_s is None or time.monotonic() - since_s < GONE_S else ExitCode.INTERRUPTED
         if code is None and number in self._leaving_s:
+            self._leaving_s[number] = time.monotonic()
             with contextlib.suppress(ValueError):  # it has ended
                 self._find(number).drain.remote()  # restarted since
         result: int | None = code
