@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -62,9 +63,15 @@ def test_of_a_peers_earlier_attempts_the_newest_are_kept(tmp_path: Path) -> None
         (["local", "@none"], "none"),
         (["local", "shoal1abc", "--peers", "0"], "--peers 0"),
         (["slurm", "nonsense"], "invite"),
+        (["ray", "@none", "--cpus", "0"], "--cpus 0 --gpus 0"),
+        (["ray", "@none"], "pip install 'shoal[ray]'"),
     ],
 )
-def test_what_cannot_be_launched_is_said(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_launched_is_said(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    monkeypatch.delitem(sys.modules, "shoal.launcher.pools.ray_actors", raising=False)
     assert main(["launch", *words]) == 2
     assert says in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from shoal.launcher.pools import notice
 from shoal.launcher.pools.founder import Founder
 from shoal.launcher.pools.pool import Keeper, Peers, Pool
 
-POOLS = ("local", "ssh", "slurm")
+POOLS = ("local", "ssh", "slurm", "ray")
 RUN_CHARS = 12  # of a run's id, in names of files, jobs and actors
 FOUNDERS = ("network.host", "network.port", "run.dir")  # settings that are this machine's alone
 
@@ -46,6 +46,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sbatch", default="", metavar="OPTIONS", help="slurm: more of sbatch's, such as '-p spot -G 1'"
     )
+    parser.add_argument("--ray", default="", metavar="HOST:PORT", help="ray: the cluster (RAY_ADDRESS; this machine's)")
+    parser.add_argument("--cpus", type=float, default=1, metavar="N", help="ray: cores for each peer (1)")
+    parser.add_argument("--gpus", type=float, default=0, metavar="N", help="ray: GPUs for each peer (0)")
     parser.add_argument(
         "--notice", choices=notice.CLOUDS, default="", help="leave when this cloud says that it takes the machine away"
     )
@@ -57,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
     count = args.peers if args.peers is not None else max(1, len(hosts))
     if count < 1:
         raise ValueError(f"--peers {count}: at least one takes part")
+    if args.pool == "ray":
+        _connect_ray(args)  # before a run begins
     config = _config(args.words, settings)
     founder = Founder(config, settings) if config else None
     text = invite_text(args.words) if founder is None else _found(founder, count, say)
@@ -111,7 +116,8 @@ def _peers(args: argparse.Namespace, text: str, settings: Sequence[str], founded
     names = {setting: setting.partition("=")[0] for setting in settings}
     ours = [each for each, name in names.items() if not founded or (name in guest.ADAPTABLE and name not in FOUNDERS)]
     bases = [each.partition("=")[2] for each, name in names.items() if name == "run.dir"]
-    there = "shoal" if args.pool == "ssh" else shlex.join((sys.executable, "-m", "shoal.cli.main"))
+    # Of ray: the Python of each actor, which may lie elsewhere on each machine.
+    there = {"ssh": "shoal", "ray": ""}.get(args.pool, shlex.join((sys.executable, "-m", "shoal.cli.main")))
     return Peers(
         run=invite.run[:RUN_CHARS],
         invite=text.strip(),
@@ -135,9 +141,28 @@ def _pool(args: argparse.Namespace, peers: Peers, hosts: Sequence[str]) -> Pool:
             from shoal.launcher.pools.slurm import SlurmPool
 
             return SlurmPool(peers, shlex.split(args.sbatch))
+        case "ray":
+            from shoal.launcher.pools.ray_actors import RayPool
+
+            return RayPool(peers, args.cpus, args.gpus)
     from shoal.launcher.pools.local import LocalPool
 
     return LocalPool(peers)
+
+
+def _connect_ray(args: argparse.Namespace) -> None:
+    """ValueError: Ray is not installed, no cluster answers, or what a peer gets of it is not a number of cores or GPUs."""
+    if args.cpus < 0 or args.gpus < 0 or args.cpus + args.gpus == 0:
+        raise ValueError(
+            f"--cpus {args.cpus:g} --gpus {args.gpus:g}: a peer needs cores or GPUs, and never fewer than 0"
+        )
+    try:
+        from shoal.launcher.pools.ray_actors import connect
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError("shoal launch ray needs Ray, here and on every machine: pip install 'shoal[ray]'") from None
+    connect(args.ray)
 
 
 def _teller() -> Callable[[str], None]:

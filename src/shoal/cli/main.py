@@ -32,7 +32,7 @@ COMMANDS = {
     "invite": "make a signed, expiring invite to a run; list and renew them",
     "revoke": "revoke an invite or a peer of a run",
     "join": "take part in a run with an invite",
-    "launch": "keep peers in a run on other machines, by SSH or Slurm",
+    "launch": "keep peers in a run on other machines, by SSH, Slurm or Ray",
     "status": "show the state of a run",
     "watch": "show a run as a live page in the browser, and its metrics to Prometheus",
     "export": "write a run's adapters for PEFT, or merged into their base model",

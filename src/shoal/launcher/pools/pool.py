@@ -1,6 +1,6 @@
 """Keeping N peers in a run, wherever they are started: which ones are missing, when each is started again, how all of them are drained.
 
-For `shoal launch`. A Pool is a place that runs peers: this machine, hosts by SSH, Slurm. It remembers which peers it runs, so a
+For `shoal launch`. A Pool is a place that runs peers: this machine, hosts by SSH, Slurm, Ray. It remembers which peers it runs, so a
 launcher that dies costs nothing: the run and its peers continue, and the same command takes over where it was.
 """
 
