@@ -72,6 +72,7 @@ def test_peers_outlive_their_server_which_is_said_once_and_declines_from_then_on
 
     async def check(server: ForkServer) -> None:
         peer = await forked(server, tmp_path, "p1")
+        wait_for(lambda: _title(peer.pid) == f"{MODULE} p1")  # it has begun
         keeper = _parent(peer.pid)
         assert server._process is not None and keeper == server._process.pid, "the server is not its parent"
         os.kill(_server_of(keeper, peer.pid), signal.SIGKILL)
@@ -90,6 +91,7 @@ def test_peers_outlive_their_server_which_is_said_once_and_declines_from_then_on
 def test_a_server_that_dies_while_it_forks_declines_that_peer(tmp_path: Path) -> None:
     async def check(server: ForkServer) -> None:
         peer = await forked(server, tmp_path, "p1")
+        wait_for(lambda: _title(peer.pid) == f"{MODULE} p1")  # it has begun
         assert server._process is not None
         process = _server_of(server._process.pid, peer.pid)
         os.kill(process, signal.SIGSTOP)
