@@ -32,6 +32,7 @@ from shoal.transport import addresses
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
+from shoal.transport.daemon import load as load_libp2p
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import Directory, Gossip
 from shoal.transport.directory.records import MAX_ADDRESSES, RELAY, PeerRecord
@@ -84,6 +85,8 @@ def preload(config: Config) -> None:
     from shoal.runtime.tasks import task_runner
 
     assert node and dataset and task_runner
+    if config.network.discovery == "dht" or config.network.transport != "tls":
+        load_libp2p()
     if config.device.executor == "emulated":
         return
     _store(config, None)

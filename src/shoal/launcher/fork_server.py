@@ -1,22 +1,23 @@
 """Peers forked from one process that has imported what they need: imports are paid once on a machine, in time and in memory.
 
-`ForkServer` is the launcher's side: it starts the server and asks it for peers, each with standard streams and variables of its own.
-`serve` is the server: one thread and no device, or it declines, so that a fork copies nothing that is half done. A forked peer
-is a process as if started anew (docs/design/2026-11-23-fork-server.md). Linux only: elsewhere a fork after imports is not safe.
+`ForkServer` is the launcher's side: it asks for peers, each with standard streams and variables of its own. `keep` is the keeper, a small
+process that the kernel makes the parent of every peer. `_serve` is the server, its child: one thread and no device, or it declines, so
+that a fork copies nothing that is half done. The server's death harms no peer. A forked peer is a process as if started anew
+(docs/design/2026-11-23-fork-server.md). Linux only: elsewhere a fork after imports is not safe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
-import select
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -26,6 +27,7 @@ from shoal.launcher.process import die_with
 
 MESSAGE_BYTES = 1 << 17  # one variable of an environment on Linux is no longer
 MODULE = "shoal.launcher.peer"
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
@@ -54,14 +56,20 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """From the server: as subprocess counts, a signal's number is negative."""
+    """From the keeper, of every process whose parent it was: as subprocess counts, a signal's number is negative."""
 
     pid: int
     returncode: int
 
 
+class ServerEnded(msgspec.Struct, frozen=True, tag=True):
+    """From the keeper: nothing more is forked. The peers live."""
+
+    returncode: int
+
+
 _TO_SERVER = msgspec.msgpack.Decoder(Preload | Fork)
-_FROM_SERVER = msgspec.msgpack.Decoder(Ready | Forked | Exited)
+_FROM_SERVER = msgspec.msgpack.Decoder(Ready | Forked | Exited | ServerEnded)
 
 
 def usable(here: int) -> bool:
@@ -95,18 +103,20 @@ class Declined(Exception):
 
 
 class ForkServer:
-    """Its peers end with it, by the kernel's hand."""
+    """The keeper and the server in one. Peers end with the keeper, by the kernel's hand, and outlive the server."""
 
-    def __init__(self, log: Path, report_bytes: int) -> None:
-        self._log, self._report_bytes = log, report_bytes
+    def __init__(self, log: Path, report_bytes: int, warn: Callable[[str], None] = lambda text: None) -> None:
+        """`warn`: is called when the server or the keeper ends by itself."""
+        self._log, self._report_bytes, self._warn = log, report_bytes, warn
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
         self._variables: dict[str, str] = {}
         self._ready: asyncio.Future[str] | None = None
         self._asked: asyncio.Future[int] | None = None
         self._turn = asyncio.Lock()
+        self._closing = False
         self._peers: dict[int, ForkedProcess] = {}
-        self._early: dict[int, int] = {}  # return codes of peers that ended before `fork` knew them
+        self._early: dict[int, int] = {}  # return codes of processes that ended while `fork` waits: the peer may be one
 
     async def start(self, variables: Mapping[str, str], config: dict[str, Any]) -> None:
         """`variables`: of a peer. What differs between peers is not read while modules are imported."""
@@ -138,6 +148,7 @@ class ForkServer:
         async with self._turn:
             if reason := await asyncio.shield(self._ready):
                 raise Declined(reason)
+            self._early.clear()
             names = self._variables.keys() | variables.keys()
             changed = {name: variables.get(name) for name in names if variables.get(name) != self._variables.get(name)}
             loop = asyncio.get_running_loop()
@@ -147,6 +158,7 @@ class ForkServer:
                 our_out, their_out = (ends.enter_context(each) for each in _pipe())
                 await self._send(Fork(title, changed), (their_in.fileno(), their_out.fileno(), errors.fileno()))
                 pid = await self._asked
+                self._asked = None
                 stdin, _ = await loop.connect_write_pipe(
                     asyncio.BaseProtocol, os.fdopen(os.dup(our_in.fileno()), "wb", 0)
                 )
@@ -154,12 +166,15 @@ class ForkServer:
                 reading = asyncio.StreamReaderProtocol(stdout)
                 await loop.connect_read_pipe(lambda: reading, os.fdopen(os.dup(our_out.fileno()), "rb", 0))
             peer = self._peers[pid] = ForkedProcess(pid, stdin, stdout)
-            if pid in self._early:
+            if self._socket is None:
+                peer.end(-signal.SIGKILL)
+            elif pid in self._early:
                 self._exited(Exited(pid, self._early.pop(pid)))
             return peer
 
     async def close(self) -> None:
-        """Ends it and whatever it has forked."""
+        """Ends both and whatever was forked."""
+        self._closing = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -192,27 +207,38 @@ class ForkServer:
                 self._asked.set_result(pid)
             case Exited() as exited:
                 self._exited(exited)
+            case ServerEnded(returncode=returncode):
+                self._server_ended(f"the server has ended with {returncode}")
 
     def _exited(self, exited: Exited) -> None:
         peer = self._peers.pop(exited.pid, None)
-        if peer is None:
-            self._early[exited.pid] = exited.returncode
-        else:
+        if peer is not None:
             peer.end(exited.returncode)
+        elif self._asked is not None:  # else what a peer has started and left behind
+            self._early[exited.pid] = exited.returncode
+
+    def _server_ended(self, reason: str) -> None:
+        """It forks nothing from now on; what it has forked goes on."""
+        assert self._ready is not None
+        declined = self._ready.done() and self._ready.exception() is None and self._ready.result()
+        for waiting in (self._ready, self._asked):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(Declined(reason))
+                waiting.exception()  # somebody may wait, or nobody
+        if not declined:  # else it has said why, and ends as it should
+            self._ready = asyncio.get_running_loop().create_future()
+            self._ready.set_result(reason)
+            if not self._closing:
+                self._warn(f"{reason}; peers that join from now on start by themselves, which takes longer")
 
     def _lost(self) -> None:
-        """It has ended, and so have its peers."""
+        """The keeper has ended, and so have server and peers."""
         if self._socket is None:
             return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket = None
-        for waiting in (self._ready, self._asked):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(Declined("the server has ended"))
-                waiting.exception()  # somebody may wait, or nobody
-        self._ready = asyncio.get_running_loop().create_future()
-        self._ready.set_result("the server has ended")
+        self._server_ended("the keeper of forked peers has ended, and they with it")
         for peer in self._peers.values():
             peer.end(-signal.SIGKILL)
         self._peers.clear()
@@ -224,48 +250,51 @@ def _pipe() -> Iterator[IO[bytes]]:
     yield os.fdopen(writing, "wb", 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ server
+# ------------------------------------------------------------------------------------------------- keeper and server
 
 
-def serve(launcher: int, descriptor: int, be_peer: Callable[[int], int]) -> NoReturn:
-    """Imports, then forks until the launcher ends. `be_peer`: in a forked process, given its parent; returns its exit code."""
+def keep(launcher: int, descriptor: int, be_peer: Callable[[int], int]) -> NoReturn:
+    """Start the server, then report which peers end, until the launcher ends. `be_peer`: in a forked process, given its parent; returns
+    its exit code."""
     die_with(launcher)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     line = socket.socket(fileno=descriptor)
-    woken = _wakes_by_child()
-    first = _TO_SERVER.decode(line.recv(MESSAGE_BYTES))
-    assert isinstance(first, Preload)
-    reason = _preload(first.config)
-    line.send(msgspec.msgpack.encode(Ready(reason)))
-    if reason:
-        os._exit(0)
-    while True:
-        waiting, _, _ = select.select([line.fileno(), woken], [], [])
-        if woken in waiting:
-            os.read(woken, 4096)
-            _reap(line)
-        if line.fileno() in waiting:
+    keeper = os.getpid()
+    server = os.fork()
+    if not server:
+        _serve(line, keeper, be_peer)
+    while True:  # blocks: this process has nothing else to do, and always a child or a launcher that kills it
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:  # no server and no peer
+            signal.pause()
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        line.send(msgspec.msgpack.encode(ServerEnded(code) if pid == server else Exited(pid, code)))
+
+
+def _serve(line: socket.socket, keeper: int, be_peer: Callable[[int], int]) -> NoReturn:
+    """Imports, then forks until the keeper ends."""
+    code = 1
+    try:
+        die_with(keeper)
+        first = _TO_SERVER.decode(line.recv(MESSAGE_BYTES))
+        assert isinstance(first, Preload)
+        reason = _preload(first.config)
+        line.send(msgspec.msgpack.encode(Ready(reason)))
+        while not reason:
             data, descriptors, *_ = socket.recv_fds(line, MESSAGE_BYTES, 3)
             if not data:
-                os._exit(0)
+                break
             request = _TO_SERVER.decode(data)
             assert isinstance(request, Fork)
-            _fork(line, woken, request, descriptors, be_peer)
-
-
-def _wakes_by_child() -> int:
-    """Readable when a child has ended."""
-    reading, writing = os.pipe()
-    for end in (reading, writing):
-        os.set_blocking(end, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    return reading
-
-
-def _reap(line: socket.socket) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            line.send(msgspec.msgpack.encode(Exited(ended[0], os.waitstatus_to_exitcode(ended[1]))))
+            _fork(line, keeper, request, descriptors, be_peer)
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is stands in the log, and nothing may return into the keeper
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _preload(config: dict[str, Any]) -> str:
@@ -288,30 +317,61 @@ def _preload(config: dict[str, Any]) -> str:
 
 
 def _fork(
-    line: socket.socket, woken: int, request: Fork, descriptors: list[int], be_peer: Callable[[int], int]
+    line: socket.socket, keeper: int, request: Fork, descriptors: list[int], be_peer: Callable[[int], int]
 ) -> None:
-    server = os.getpid()
+    """One peer, by way of a process in between that ends at once: the keeper is its parent then. The peer begins when that is so."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid:
+    number_in, number_out = os.pipe()
+    go_in, go_out = os.pipe()
+    between = os.fork()
+    if not between:
+        try:
+            peer = os.fork()
+        except OSError:  # no room for another process: said by the number that is missing
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        if not peer:
+            _begin((line.detach(), number_in, number_out, go_out), go_in, keeper, request, descriptors, be_peer)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # here too: the launcher may signal the group as soon as it hears of it
-        for each in descriptors:
-            os.close(each)
-        line.send(msgspec.msgpack.encode(Forked(pid)))
-        return
+            os.setpgid(peer, peer)  # here too: the launcher may signal the group as soon as it hears of it
+        os.write(number_out, str(peer).encode())
+        os._exit(0)
+    for each in (number_out, go_in, *descriptors):
+        os.close(each)
+    pid = os.read(number_in, 32)
+    os.close(number_in)
+    os.waitpid(between, 0)  # after this the keeper is the peer's parent
+    if not pid:
+        raise OSError("no process could be forked")
+    line.send(msgspec.msgpack.encode(Forked(int(pid))))
+    os.write(go_out, b"!")
+    os.close(go_out)
+
+
+def _begin(
+    others: Sequence[int],
+    go: int,
+    keeper: int,
+    request: Fork,
+    descriptors: Sequence[int],
+    be_peer: Callable[[int], int],
+) -> NoReturn:
+    """As the new peer."""
     code = 1
     try:
-        own = (line.detach(), woken, signal.set_wakeup_fd(-1), *descriptors)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)
-        for number, each in enumerate(descriptors):
-            os.dup2(each, number)
-        for each in own:
+        for each in others:  # also the other end of `go`, which ends when the server does
             os.close(each)
-        _become(request)
-        code = be_peer(server)
+        os.setpgid(0, 0)
+        if os.read(go, 1):  # else the server has died, and nobody knows of this peer
+            os.close(go)
+            for number, each in enumerate(descriptors):
+                os.dup2(each, number)
+            for each in descriptors:
+                os.close(each)
+            _become(request)
+            code = be_peer(keeper)
     except BaseException:  # noqa: BLE001 - nothing may return into the server's loop
         traceback.print_exc()
     finally:

@@ -117,12 +117,17 @@ class PeerProcess:
 
 
 class PeerProcesses:
-    """All peer processes of a launcher. `hear` is called with every report, `end` with every process that has ended."""
+    """All peer processes of a launcher. `hear` is called with every report, `end` with every process that has ended,
+    `warn` with what the user should know."""
 
     def __init__(
-        self, directory: Path, hear: Callable[[PeerProcess, AnyLine], None], end: Callable[[PeerProcess], None]
+        self,
+        directory: Path,
+        hear: Callable[[PeerProcess, AnyLine], None],
+        end: Callable[[PeerProcess], None],
+        warn: Callable[[str], None],
     ) -> None:
-        self.directory, self._hear, self._end = directory, hear, end
+        self.directory, self._hear, self._end, self._warn = directory, hear, end, warn
         self.children: list[PeerProcess] = []
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._server: ForkServer | None = None
@@ -166,7 +171,7 @@ class PeerProcesses:
         variables = _environment(spec)
         try:
             if self._server is None:
-                self._server = ForkServer(self.directory / "logs" / "fork_server.log", MAX_REPORT_BYTES)
+                self._server = ForkServer(self.directory / "logs" / "fork_server.log", MAX_REPORT_BYTES, self._warn)
                 await self._server.start(variables, spec.config)
             return await self._server.fork(f"{MODULE} {spec.label}", variables, errors)
         except Declined as declined:

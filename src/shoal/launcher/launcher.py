@@ -60,7 +60,7 @@ class Launcher:
     def __init__(self, job: RunRequest) -> None:
         self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
-        self.crew = PeerProcesses(job.directory, self._hear, self._ended)
+        self.crew = PeerProcesses(job.directory, self._hear, self._ended, self._warn)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step

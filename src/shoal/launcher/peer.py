@@ -1,5 +1,5 @@
 """One local peer as a process of its own: `python -m shoal.launcher.peer LAUNCHER`, started by `shoal run` and by nobody else. With a
-descriptor as well it is the server that forks such processes (fork_server.py).
+descriptor as well it is the keeper and the server that forks such processes (fork_server.py).
 
 It reads what it is to be from standard input (launcher/launch.py says how), reports on standard output, and ends with its launcher:
 the kernel kills it when process LAUNCHER dies, and where the kernel cannot, the end of standard input does.
@@ -22,7 +22,7 @@ import msgspec
 
 from shoal import config as configuration
 from shoal.escaping import describe, escaped, escaped_lines
-from shoal.launcher.fork_server import serve
+from shoal.launcher.fork_server import keep
 from shoal.launcher.launch import News, PeerSpec, Start
 from shoal.launcher.process import ORPHANED, die_with
 from shoal.runtime.records.report import Ended, encode
@@ -152,7 +152,7 @@ def _watch_launcher(lines: Iterator[bytes], news: _News) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        serve(int(sys.argv[1]), int(sys.argv[2]), main)
+        keep(int(sys.argv[1]), int(sys.argv[2]), main)
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # everything is closed; taking torch and transformers apart module by module takes seconds
