@@ -80,6 +80,9 @@ def test_a_file_that_cannot_be_written_is_told_once_until_it_can(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+LOSSES = tuple(2.0 + 1 / (1 + n) for n in range(20_000))
+
+
 def a_snapshot(steps: int, elapsed_s: float = 1.0) -> Snapshot:
     return Snapshot(
         name="r",
@@ -87,7 +90,7 @@ def a_snapshot(steps: int, elapsed_s: float = 1.0) -> Snapshot:
         step=steps,
         steps=10**6,
         stages=1,
-        losses=tuple(2.0 + 1 / (1 + n) for n in range(steps)),
+        losses=LOSSES[:steps],
         peers=tuple(PeerLine(f"p{n}", 0, sent=Traffic(10**9, 10**9)) for n in range(6)),
         happenings=tuple(
             Happening(n, 1.0, "commit", "step 12 committed: loss 2.31, norm 0.9, round 0") for n in range(60)
