@@ -149,21 +149,35 @@ def test_chance_and_log_positions_are_each_peers_own(tmp_path: Path) -> None:
             words.append(line.decode().split())
         one, two = words
         assert one[0] != two[0] and one[1] != two[1]
-        assert one[2] == two[2] == "1"
+        assert one[2] == "1", "the other begins OpenMP's second thread"
         assert one[5:] == ["1", "2"] and two[5:] == ["2", "2"], "nothing is open but its three streams"
 
     with_server(tmp_path, check, PYTHONPATH=path)
 
 
-def test_a_process_with_threads_is_not_forked(tmp_path: Path) -> None:
+# A thread from the first line of every process, and one that a module of the user's starts when the server imports it.
+EARLY = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+LATE = """
+import sys
+if "shoal.launcher.peer" in sys.orig_argv and len(sys.orig_argv) == 5:
+    import threading, time
+    import shoal.build
+    preload = shoal.build.preload
+    def with_thread(config):
+        preload(config)
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    shoal.build.preload = with_thread
+"""
+
+
+@pytest.mark.parametrize("site, when", [(EARLY, "before"), (LATE, "after")])
+def test_a_process_with_threads_is_not_forked(tmp_path: Path, site: str, when: str) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-    )
+    (tmp_path / "site/sitecustomize.py").write_text(site)
     path = os.pathsep.join((str(tmp_path / "site"), os.environ["PYTHONPATH"]))
 
     async def check(server: ForkServer) -> None:
-        with pytest.raises(Declined, match="2 threads"):
+        with pytest.raises(Declined, match=f"2 threads run {when} the imports"):
             await forked(server, tmp_path, "p1")
 
     with_server(tmp_path, check, PYTHONPATH=path)
@@ -181,7 +195,7 @@ def test_a_run_whose_server_declines_starts_each_peer_by_itself(start: Start, tm
     end(start("run", "tiny.toml", first=str(tmp_path / "site")))
     assert_balanced(summary(tmp_path), 4)
     said = (tmp_path / "runs/tiny/logs/fork_server.log").read_text()
-    assert said.count("is started by itself: 2 threads run after the imports") == 3
+    assert said.count("is started by itself: 2 threads run before the imports") == 3
 
 
 @pytest.mark.parametrize("victim", ["launcher", "keeper"])

@@ -259,10 +259,10 @@ def keep(launcher: int, descriptor: int, be_peer: Callable[[int], int]) -> NoRet
     die_with(launcher)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     line = socket.socket(fileno=descriptor)
-    keeper = os.getpid()
+    keeper, reason = os.getpid(), _threads("before")
     server = os.fork()
     if not server:
-        _serve(line, keeper, be_peer)
+        _serve(line, keeper, reason, be_peer)
     while True:  # blocks: this process has nothing else to do, and always a child or a launcher that kills it
         try:
             pid, status = os.waitpid(-1, 0)
@@ -273,14 +273,14 @@ def keep(launcher: int, descriptor: int, be_peer: Callable[[int], int]) -> NoRet
         line.send(msgspec.msgpack.encode(ServerEnded(code) if pid == server else Exited(pid, code)))
 
 
-def _serve(line: socket.socket, keeper: int, be_peer: Callable[[int], int]) -> NoReturn:
-    """Imports, then forks until the keeper ends."""
+def _serve(line: socket.socket, keeper: int, reason: str, be_peer: Callable[[int], int]) -> NoReturn:
+    """Imports, then forks until the keeper ends. `reason`: why it forks nothing; '' it does."""
     code = 1
     try:
         die_with(keeper)
         first = _TO_SERVER.decode(line.recv(MESSAGE_BYTES))
         assert isinstance(first, Preload)
-        reason = _preload(first.config)
+        reason = reason or _preload(first.config)
         line.send(msgspec.msgpack.encode(Ready(reason)))
         while not reason:
             data, descriptors, *_ = socket.recv_fds(line, MESSAGE_BYTES, 3)
@@ -308,12 +308,15 @@ def _preload(config: dict[str, Any]) -> str:
     except Exception:  # noqa: BLE001 - a user's module, say: whatever it is, the peers meet it too, and each says so
         traceback.print_exc()
     gc.enable()
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"{threads} threads run after the imports, and a fork would copy one"
     gc.collect()
     gc.freeze()  # what is shared stays so: a collection would write into every object
-    return ""
+    return _threads("after")
+
+
+def _threads(when: str) -> str:
+    """Why this process may not be forked; '' it may."""
+    count = len(os.listdir("/proc/self/task"))
+    return f"{count} threads run {when} the imports, and a fork would copy one" if count > 1 else ""
 
 
 def _fork(
