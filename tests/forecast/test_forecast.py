@@ -235,6 +235,51 @@ def test_a_dead_peer_that_the_leader_moves_is_evicted_all_the_same() -> None:
     assert len(crew.evict(9.0)) == 3 and set(crew.members) == {"p4.1"} and not crew.joiners
 
 
+@pytest.mark.parametrize("moment", ["averaging", "agreeing"])
+def test_a_stages_last_replica_that_dies_after_its_part_of_the_round_is_not_waited_for(moment: str) -> None:
+    job = a_job(3)
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None and step.agreeing_s > 0
+    before_s = step.microbatches_s + step.averaging_s * (1.0 if moment == "agreeing" else 0.999999)
+    at_s = 9 * step.step_s + before_s + (0.5 * step.agreeing_s if moment == "agreeing" else 0.0)
+    run = Run(job, Played(job), always(3, Presence(at_s, 1, False)), 0.0)
+    run.play(HOUR_S, steps=10)
+    assert run.now == pytest.approx(10 * step.step_s) and list(run.crew.dead) == ["p1.1"]
+    run.play(HOUR_S)
+    assert run.tally.lost_stages == 1 and run.progress.step > 300 and not run.stuck
+
+
+def test_a_clock_too_coarse_for_the_rest_of_a_phase_ends_the_phase() -> None:
+    """A double of many seconds counts in steps that are longer than what is left of some phases."""
+    after_s = 3e9
+    run = Run(a_job(), Played(a_job()), always(8), after_s)
+    run.play(after_s + HOUR_S)
+    assert run.progress.step == pytest.approx(play(a_job(), always(8)).steps, rel=1e-3)
+
+
+def test_a_history_in_which_a_stage_lost_its_last_replica_while_a_step_was_agreed_ends() -> None:
+    """It repeated one moment for ever: a commit waited for the stage that nobody served, and the eviction for the commit."""
+    job, churn = a_job(3, save_every=0), Churn(life_s=3600.0, away_s=1.0, start_s=0.0)
+    changes = presences(churn, job.machines, 6 * HOUR_S, 961729)
+    history = forecast(job, Aggregated(job), changes, churn.start_s, 6 * HOUR_S, 0)
+    assert history.steps + history.undone_steps > 1000 and history.lost_stages > 0
+
+
+def test_a_dead_peer_that_the_leader_moves_leaves_its_slot_to_its_successor() -> None:
+    crew = Crew(a_job(12))
+    for slot in range(12):
+        crew.begin(f"p{slot}.1")
+    for slot in (0, 2, 4, 6, 8):  # stage 0 keeps one of six replicas
+        crew.die(f"p{slot}.1", 1.0 - crew.job.patience.detection_s, 0.0)
+        crew.evict(1.0)
+    crew.die("p11.1", 9.0, 0.0)
+    crew.begin("p11.2")
+    served = crew.serving[11]
+    moved = [member.peer for member, _ in crew.rebalance(9.0, math.inf, 0.0, 10.0)]
+    assert "p11.1" in moved and crew.serving[11] == served == crew.members["p11.2"].stage
+    assert "p11.1" in crew.joiners and "p11.1" not in crew.living_joiners()
+
+
 def test_seeds_are_compared_in_pairs() -> None:
     job = a_job()
     planned = Played(job)(np.array(job.stage_of))

@@ -113,7 +113,11 @@ class Crew:
             self.serving[slot_of(peer)] = member.stage
 
     def ready(self, now: float) -> list[Peer]:
-        return [peer for peer, joiner in self.joiners.items() if joiner.ready_s <= now and peer not in self.dead]
+        return [peer for peer in self.living_joiners() if self.joiners[peer].ready_s <= now]
+
+    def living_joiners(self) -> list[Peer]:
+        """Without members that died and that the leader has moved since."""
+        return [peer for peer in self.joiners if peer not in self.dead]
 
     def die(self, peer: Peer, now: float, passed: float, reported: Container[int] = ()) -> None:
         """`reported`: stages that have done their part of the open round."""
@@ -190,9 +194,10 @@ class Crew:
             others = sum(self.rate(one.peer, one.stage) for one in self.members.values() if one.stage == move.source)
             own = self.rate(move.peer, move.source)
             moved.append((member, own / (own + others)))
-            self.serving[slot_of(move.peer)] = -1
-            if move.peer in self.dead:
+            if move.peer in self.dead:  # its slot may have its successor
                 self.dead[move.peer] = msgspec.structs.replace(self.dead[move.peer], share=0.0)
+            else:
+                self.serving[slot_of(move.peer)] = -1
             loading = Member(move.peer, move.stage, back=True)
             self.joiners[move.peer] = Joiner(loading, now + self.download_s(loading, step_s))
         return moved

@@ -25,6 +25,7 @@ from shoal.forecasting.rates import StepModel, StepTime, trip_s
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second
+AT_ONCE_MOST = 1000  # events at one moment, beside those of machines that come and go: a step has a handful
 HOUR_S = 3600.0
 
 
@@ -104,7 +105,8 @@ class Run:
         self._since_saved = dict(self.parts)  # parts when the newest checkpoint was made
         self._hash = hashlib.sha256()
         self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
-        self._time: StepTime | None = None
+        self._time: StepTime | None = None  # None: a stage has nobody
+        self._agreeing_s = 0.0  # of the open round's commit
         self._trip_s = trip_s(job)
 
     def play(
@@ -112,8 +114,11 @@ class Run:
     ) -> None:
         """Until the horizon, or until so many steps are done."""
         self._handle()
+        idle = 0
         while self.now < horizon_s and self.progress.step < steps:
             until = min(self._next_s(), horizon_s)
+            idle = idle + 1 if until <= self.now else 0
+            assert idle < AT_ONCE_MOST, f"{idle} events and no time passes at {self.now!r} s: {self.progress}"
             self._advance(max(until - self.now, 0.0))
             self.now = until
             progress(until)
@@ -293,26 +298,34 @@ class Run:
         crew, progress = self.crew, self.progress
         if len(crew.members) + len(crew.joiners) < self.job.stages:
             return
-        crew.promote(list(crew.joiners))
-        while crew.empty_stages() and crew.rebalance(self.now, NEVER, 0.0, NEVER):
-            crew.promote(list(crew.joiners))
+        crew.promote(crew.living_joiners())
+        for _ in range(len(crew.members)):  # a move each at least
+            if not crew.empty_stages() or not crew.rebalance(self.now, NEVER, 0.0, NEVER):
+                break
+            crew.promote(crew.living_joiners())
         if not crew.empty_stages():
             progress.left_s = crew.load_s() if progress.saved else 0.0
 
     def _end_phase(self) -> None:
         progress = self.progress
-        if self._left_s() > ROUNDING:
+        left_s = self._left_s()
+        if left_s > ROUNDING and self.now + left_s > self.now:  # after months a clock's rounding is more than ours
             return
-        if progress.phase is Phase.GATHERING:
+        if progress.phase is Phase.COMPUTING and progress.passed < 1:
+            progress.passed = 1.0
+            self._end_phase()  # what is computed again may not be done
+        elif progress.phase is Phase.GATHERING:
             self._begin_step()
         elif progress.phase is Phase.LOST:
             self._go_back()
-        elif self._time is None:
-            return
         elif progress.phase is Phase.COMPUTING:
+            assert self._time is not None, "without a stage nothing is computed"
             progress.phase, progress.left_s = Phase.AVERAGING, self._time.averaging_s
-        elif progress.phase is Phase.AVERAGING:
-            progress.phase, progress.left_s = Phase.AGREEING, self._time.agreeing_s
+            self._agreeing_s = self._time.agreeing_s
+        elif (
+            progress.phase is Phase.AVERAGING
+        ):  # a replica that died after its part of the round is not waited for, even a stage's last
+            progress.phase, progress.left_s = Phase.AGREEING, self._agreeing_s
         else:
             self._commit()
 
