@@ -392,11 +392,14 @@ class Flood:
         )
 
     def heartbeats(self) -> Callable[[], None]:
+        import msgspec
+
         from shoal.core.messages import Booking, Heartbeat
         from shoal.transport import wire
 
         most = getattr(wire, "LARGE", {}).get("Heartbeat", 2 << 20)  # older versions allow 4 MiB
-        books = tuple(Booking(100_000 + index, 0.5) for index in range(most // 15 - 100))
+        one = len(msgspec.msgpack.encode(Booking(100_000, 0.5)))
+        books = tuple(Booking(100_000 + index, 0.5) for index in range(most // one - 100))
         heartbeat = Heartbeat(1, 1, 1, True, books)
         return self._by_transport(20, lambda send, turn: send(heartbeat), every_s=most / 12e6)
 
@@ -553,8 +556,13 @@ def measure(run: Run, name: str, seconds: float) -> dict[str, Any]:
     def rank_low() -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        attack()
+        try:
+            attack()
+        except BaseException as error:
+            failures.append(error)
+            raise
 
+    failures: list[BaseException] = []
     thread = threading.Thread(target=rank_low, daemon=True)
     thread.start()
     if not flood.begun.wait(120):
@@ -563,6 +571,8 @@ def measure(run: Run, name: str, seconds: float) -> dict[str, Any]:
     during = run.seen(seconds, flood.stop)
     flood.stop.set()
     thread.join(120)
+    if failures:
+        raise SystemExit(f"the attackers of '{name}' failed: {failures[0]!r}")
     after = run.seen(seconds)
     found = {"before": before, "during": during, "after": after, **flood.extra}
     print(f"{name}: {json.dumps(found)}", flush=True)
