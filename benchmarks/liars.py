@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -213,8 +214,9 @@ def child(number: int, kind: str, config: Config, invite: str, answers: m.KnownA
 
 
 async def take_part(number: int, kind: str, config: Config, invite: str, answers: m.KnownAnswers, folder: Path) -> None:
-    role = build.PeerRole(first=number == 0, answers=answers)
-    async with build.peer(config, role, read_invite(invite, 0.0), build.runner(config), None) as node:
+    role, loading = build.PeerRole(first=number == 0), Future[build.Loaded]()
+    loading.set_result(build.Loaded(build.runner(config), answers))
+    async with build.peer(config, role, read_invite(invite, 0.0), loading, None) as node:
         name = folder / f"{number}.json"
         name.with_suffix(".new").write_bytes(
             msgspec.json.encode((node.machine.name, node.contacts.directory.addresses))

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -225,9 +226,9 @@ class Insider(Attacker):
 
 
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
-    async with build.peer(
-        config, build.PeerRole(answers=known_answers(config)), invite, build.runner(config), None
-    ) as node:
+    loading = Future[build.Loaded]()
+    loading.set_result(build.load(config))
+    async with build.peer(config, build.PeerRole(), invite, loading, None) as node:
         insider = Insider(node, node.contacts.directory, given.kinds)
         training = asyncio.create_task(node.run())
         until_s = time.monotonic() + ADMITTED_S

@@ -5,20 +5,22 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from shoal import trace
 from shoal.config import Config, settings
-from shoal.core.messages import PROTOCOL, KnownAnswers, Peer
+from shoal.core.messages import PROTOCOL, KnownAnswers, Peer, Ping
 from shoal.core.peer import PeerMachine
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
@@ -52,6 +54,7 @@ if TYPE_CHECKING:  # what imports torch is imported where a peer is built: an op
     from shoal.runtime.tasks.task_runner import TaskRunner
 
 CLOSE_S = 1.0  # for the task that runs when a peer ends: nobody waits for its result, and a hop may last long
+GREETED = 8  # peers
 UNSPECIFIED = ("0.0.0.0", "::")  # to listen on all interfaces
 
 
@@ -63,7 +66,13 @@ class PeerRole(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     trace: Path | None = None
     key: Path | None = None  # kept there; None: a new one
-    answers: KnownAnswers  # executor/answers.py; a second of work, to be done before anything listens
+
+
+class Loaded(NamedTuple):
+    """What a peer needs besides the network."""
+
+    runner: TaskRunner
+    answers: KnownAnswers  # executor/answers.py
 
 
 def data(config: Config) -> Dataset:
@@ -85,8 +94,7 @@ def preload(config: Config) -> None:
     from shoal.runtime.tasks import task_runner
 
     assert node and dataset and task_runner
-    if config.network.discovery == "dht" or config.network.transport != "tls":
-        load_libp2p()
+    load_network(config)
     if config.device.executor == "emulated":
         return
     _store(config, None)
@@ -100,7 +108,7 @@ def preload(config: Config) -> None:
 
 
 def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskRunner:
-    """The tensors, data and files of one peer. Slow (imports, data) and without the network: build it before anything listens.
+    """The tensors, data and files of one peer. Slow (imports, data) and without the network.
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
     ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
@@ -123,6 +131,19 @@ def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -
     from shoal.runtime.alone import Alone
 
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
+
+
+def load_network(config: Config) -> None:
+    """Imports what the network needs."""
+    if config.network.discovery == "dht" or config.network.transport != "tls":
+        load_libp2p()
+
+
+def load(config: Config, first_step: int = 0, run: str | None = None) -> Loaded:
+    """Slow, and without the network. Errors: as `runner`."""
+    from shoal.executor.answers import known_answers
+
+    return Loaded(runner(config, first_step, run), known_answers(config))
 
 
 def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
@@ -153,25 +174,16 @@ def _store(config: Config, run: str | None) -> Store:
 
 @asynccontextmanager
 async def peer(
-    config: Config, role: PeerRole, invite: Invite, runner: TaskRunner, out: IO[bytes] | None
+    config: Config, role: PeerRole, invite: Invite, loading: Future[Loaded], out: IO[bytes] | None
 ) -> AsyncIterator[Node]:
-    """A listening peer, whose addresses are reported; call the node's `run`. Closes everything at the end, the task runner too."""
-    from shoal.runtime.node import Node
-
+    """A listening peer, whose addresses are reported; call the node's `run`. It listens and is found before `loading` has ended. Closes
+    everything at the end, the task runner too. What `loading` raises is raised here."""
     config = _reachable(config, invite)
     identity = Identity.load(role.key) if role.key is not None else Identity.new()
     membership = invite.membership(identity)
-    header = trace.Header(
-        protocol=PROTOCOL,
-        peer=identity.name,
-        settings=msgspec.structs.replace(settings(config, role.first_step), answers=role.answers, place=runner.place),
-        seed=f"{config.run.seed}/{identity.name}",
-        found=role.first,
-        config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
-    )
     async with AsyncExitStack() as stack:
-        stack.callback(runner.close, CLOSE_S)
-        record = _recorder(config, header, role, out)
+        stack.callback(_close, loading)
+        record = Recorder(identity.name, out, config.network.fault_injection)
         stack.callback(record.close)
         tell = partial(_tell_network, record)
         daemon = _daemon(config, identity, invite, role.port, tell)
@@ -185,6 +197,20 @@ async def peer(
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
+        stack.callback(asyncio.create_task(_greet(directory, transport)).cancel)
+        loaded = await asyncio.wrap_future(loading)
+        runner, answers = loaded
+        from shoal.runtime.node import Node
+
+        header = trace.Header(
+            protocol=PROTOCOL,
+            peer=identity.name,
+            settings=msgspec.structs.replace(settings(config, role.first_step), answers=answers, place=runner.place),
+            seed=f"{config.run.seed}/{identity.name}",
+            found=role.first,
+            config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
+        )
+        _trace(record, config, header, role)
         machine = PeerMachine(identity.name, header.settings, Random(header.seed), role.first)
         signing, gate = (
             Signing(identity, membership.run),
@@ -245,11 +271,23 @@ def _reachable(config: Config, invite: Invite) -> Config:
     return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, host=host))
 
 
-def _recorder(config: Config, header: trace.Header, role: PeerRole, out: IO[bytes] | None) -> Recorder:
-    """The recorder, whose trace leaves room for checkpoints on the same disk."""
-    catalog = Catalog(url_of(config))
-    reserve = partial(catalog.newest_bytes, role.trace.parent) if role.trace is not None else lambda: 0
-    return Recorder(header, role.trace, out, config.network.fault_injection, config.run.trace_bytes, reserve)
+async def _greet(directory: Directory, transport: Reachable) -> None:
+    """Opens connections to peers of the run, and theirs to this one, while this one loads: it will ask them to let it join."""
+    others = [record.peer for record in await directory.peers() if record.peer != transport.name]
+    for peer in others[:GREETED]:
+        transport.send(peer, Ping(0))  # the meter's own are numbered from 1, so that nobody waits for this answer
+
+
+def _close(loading: Future[Loaded]) -> None:
+    if loading.done() and loading.exception() is None:
+        loading.result().runner.close(CLOSE_S)
+
+
+def _trace(record: Recorder, config: Config, header: trace.Header, role: PeerRole) -> None:
+    """The trace leaves room for checkpoints on the same disk."""
+    if role.trace is not None:
+        catalog = Catalog(url_of(config))
+        record.trace(header, role.trace, config.run.trace_bytes, partial(catalog.newest_bytes, role.trace.parent))
 
 
 def _facts() -> str:

@@ -296,3 +296,12 @@ def test_an_invite_names_one_peer_at_all_its_hosts_and_other_peers() -> None:
     elsewhere = tuple(f"198.51.100.{host}:{10 + host}" for host in range(5))
     assert reach.few((*addresses, *elsewhere))[4:] == elsewhere[:3], "other machines may live when this one has ended"
     assert reach.few(addresses, ("a:1", "192.0.2.0:1"))[:3] == ("a:1", "192.0.2.0:1", "192.0.2.1:1")
+
+
+def test_a_run_is_named_by_its_directory_or_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text(f'[run]\nname = "ours"\ndir = "{tmp_path}"\n')
+    assert invite_command.directory_of(str(tmp_path / "ours.toml"), ()) == tmp_path / "ours"
+    (tmp_path / "ours").mkdir()
+    assert invite_command.directory_of(str(tmp_path / "ours"), ()) == tmp_path / "ours"
+    assert invite_command.directory_of(str(file), ["run.name=theirs"]) == tmp_path / "theirs"

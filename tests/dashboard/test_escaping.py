@@ -43,7 +43,8 @@ def assert_harmless(text: str, but: str = "") -> None:
 def reported(tmp_path: Path) -> list[bytes]:
     """What a peer's process writes on its standard output when a decision quotes such a text; and its trace."""
     out = _Pipe()
-    record = Recorder(HEADER, tmp_path / "t.jsonl", out)
+    record = Recorder(HEADER.peer, out)
+    record.trace(HEADER, tmp_path / "t.jsonl")
     record.event(1.0, Received("p2", Refused(0, 0, 0, 0, 0, True, HOSTILE)), [Note("route", f"p2 says {HOSTILE}")])
     record.note("network", 2.0, HOSTILE)
     record.close()

@@ -25,7 +25,8 @@ class Pipe(io.BytesIO):
 
 def test_every_event_is_in_the_trace_and_every_note_is_told(tmp_path: Path) -> None:
     out = Pipe()
-    record = Recorder(HEADER, tmp_path / "t.jsonl", out)
+    record = Recorder("p1", out)
+    record.trace(HEADER, tmp_path / "t.jsonl")
     for n in range(1000):
         record.event(float(n), Tick(), [Note("route", f"reason {n}")] if n % 100 == 0 else [])
     record.view(7.0, View(number=1, step=0, members=()))
@@ -42,7 +43,8 @@ def test_every_event_is_in_the_trace_and_every_note_is_told(tmp_path: Path) -> N
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     out = Pipe()
-    record = Recorder(HEADER, Path("/dev/full"), out)
+    record = Recorder("p1", out)
+    record.trace(HEADER, Path("/dev/full"))
     record.event(1.0, Tick(), [])
     while not any(isinstance(line, Notice) and line.kind == "trouble" for line in out.lines()):
         record.event(1.0, Tick(), [])  # the writing thread finds out in its own time
@@ -57,7 +59,8 @@ def test_a_reader_that_is_gone_does_not_stop_the_trace(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb", buffering=0) as out:
-        record = Recorder(HEADER, tmp_path / "t.jsonl", out)
+        record = Recorder("p1", out)
+        record.trace(HEADER, tmp_path / "t.jsonl")
         record.tell(Listening("p1", ("127.0.0.1:1",)))
         for n in range(100):
             record.event(float(n), Tick(), [Note("route", "to nobody")])

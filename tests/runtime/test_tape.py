@@ -166,7 +166,8 @@ def test_a_full_disk_costs_the_oldest_segments_and_leaves_no_torn_line(place: Pa
 
 
 def test_a_peer_without_a_trace_writes_none(tmp_path: Path) -> None:
-    record = Recorder(HEADER, tmp_path / "t.jsonl", None, most_bytes=0)
+    record = Recorder("p1", None)
+    record.trace(HEADER, tmp_path / "t.jsonl", most_bytes=0)
     record.event(1.0, Tick(), [])
     record.close()
     assert not (tmp_path / "t.jsonl").exists()
@@ -184,7 +185,8 @@ def test_what_finds_no_room_in_memory_is_a_gap_that_is_told(tmp_path: Path, monk
         return write(self, lines)
 
     monkeypatch.setattr(Tape, "write", slow)
-    record = Recorder(HEADER, tmp_path / "t.jsonl", None)
+    record = Recorder("p1", None)
+    record.trace(HEADER, tmp_path / "t.jsonl")
     record.event(0.0, Tick(), [])
     busy.wait()
     for n in range(100):

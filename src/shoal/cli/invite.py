@@ -27,7 +27,7 @@ DISTRIBUTE_S = 20.0  # for the peers of a run to receive a new list
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="the TOML file of the run")
+    parser.add_argument("config", help="the TOML file of the run, or its directory")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="settings given to `shoal run`, such as run.name")
     parser.add_argument(
         "--for",
@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    directory = configuration.load(args.config, args.settings).run.directory
+    directory = directory_of(args.config, args.settings)
     if args.list:
         print(table(Office(directory, _authority(directory)), here(directory)))
         return 0
@@ -66,6 +66,13 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--peers {args.peers}: 1 to {MAX_PEERS} may take part by an invite; try {PEERS}")
     hand_over(run.invite(lifetime_s, args.peers, args.name, not args.no_renew), args.out)
     return 0
+
+
+def directory_of(run: str, settings: Sequence[str]) -> Path:
+    """Of the run that is named by its directory, or by a TOML file and the settings given to `shoal run`."""
+    if Path(run).is_dir() and not settings:
+        return Path(run)
+    return configuration.load(run, settings).run.directory
 
 
 def add_via(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal import config as configuration
-from shoal.cli.invite import Founded, add_via, hand_over, here, table
+from shoal.cli.invite import Founded, add_via, directory_of, hand_over, here, table
 from shoal.core.messages import Peer
 from shoal.core.names import invite_of, key_of
 from shoal.launcher.files import rundir
@@ -22,7 +21,7 @@ from shoal.transport.identity.identity import KEY_ID_CHARS, key_id_of
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="the TOML file of the run")
+    parser.add_argument("config", help="the TOML file of the run, or its directory")
     parser.add_argument(
         "who",
         nargs="+",
@@ -46,7 +45,7 @@ class Targets(msgspec.Struct, frozen=True):
 def main(args: argparse.Namespace) -> int:
     settings = [word for word in args.who if "=" in word]
     names = [word for word in args.who if "=" not in word]
-    run = Founded(configuration.load(args.config, settings).run.directory, args.via)
+    run = Founded(directory_of(args.config, settings), args.via)
     book = run.office.book()
     if not names:
         raise ValueError(f"whom? There are these invites:\n{table(run.office, here(run.directory))}")

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -28,6 +29,8 @@ from shoal.launcher.process import ORPHANED, die_with
 from shoal.runtime.records.report import Ended, encode
 
 if TYPE_CHECKING:
+    from shoal.build import Loaded
+    from shoal.config import Config
     from shoal.runtime.node import Node
 
 
@@ -80,12 +83,13 @@ def _lines() -> Iterator[bytes]:
 
 
 def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
-    from shoal import build  # imports torch; every process does so while the first one is not yet listening
-    from shoal.executor.answers import known_answers
+    from shoal import build
     from shoal.transport.identity.invite import read_invite
 
     config = configuration.from_tree(spec.config)
-    runner, answers = build.runner(config, spec.first_step, spec.run), known_answers(config)
+    build.load_network(config)
+    loading: Future[build.Loaded] = Future()
+    threading.Thread(target=_load, args=(spec, config, loading), name="load", daemon=True).start()
     start = msgspec.json.decode(next(lines, b"null"), type=Start | None)
     if start is None:
         return Ended(ok=False, reason="the launcher has ended")
@@ -98,12 +102,11 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         first_step=spec.first_step,
         port=config.network.port if spec.number == 0 else 0,
         trace=traces / f"{spec.label}.jsonl",
-        answers=answers,
         key=Path(spec.key) if spec.key else None,
     )
 
     async def run() -> Ended:
-        async with build.peer(config, role, read_invite(start.invite, 0.0), runner, out) as node:
+        async with build.peer(config, role, read_invite(start.invite, 0.0), loading, out) as node:
             news.reach(node)
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))
@@ -111,6 +114,17 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         return Ended(ok=finish.ok, reason=finish.reason)
 
     return asyncio.run(run())
+
+
+def _load(spec: PeerSpec, config: Config, loading: Future[Loaded]) -> None:
+    """Imports, the model and the data, while this process begins to listen. torch and hivemind import parts of one another, so that two
+    threads never import them at once: the network's part is there before this begins."""
+    from shoal import build
+
+    try:
+        loading.set_result(build.load(config, spec.first_step, spec.run))
+    except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+        loading.set_exception(error)
 
 
 class _News:

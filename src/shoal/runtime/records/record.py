@@ -40,23 +40,14 @@ class NodeRecord(Protocol):
 
 
 class Recorder:
-    """`path`: the trace's file (None: no trace); `out`: the report's stream (None: no report). `eager`: write the trace at once,
-    for `shoal chaos`, which reads it."""
+    """`out`: the report's stream (None: no report). `eager`: write the trace at once, for `shoal chaos`, which reads it. There is no
+    trace before `trace`."""
 
-    def __init__(
-        self,
-        header: trace.Header,
-        path: Path | None,
-        out: IO[bytes] | None,
-        eager: bool = False,
-        most_bytes: int = TRACE_BYTES,
-        reserve: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """`most_bytes`: limit of the trace on disk (0: no trace); `reserve`: bytes that must stay free there (tape.py)."""
-        self.peer: Peer = header.peer
-        self._tape = Tape(path, header, most_bytes, reserve) if path is not None and most_bytes else None
+    def __init__(self, peer: Peer, out: IO[bytes] | None, eager: bool = False) -> None:
+        self.peer = peer
+        self._tape: Tape | None = None
         self._skipped = 0  # lines dropped because the buffer was full
-        self._path = path
+        self._path: Path | None = None
         self._out = out
         self._eager = eager
         self._lines: list[bytes] = []
@@ -67,6 +58,18 @@ class Recorder:
         self._closing = False
         self._thread = threading.Thread(target=self._write, name="record", daemon=True)
         self._thread.start()
+
+    def trace(
+        self,
+        header: trace.Header,
+        path: Path,
+        most_bytes: int = TRACE_BYTES,
+        reserve: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Begin the trace in the file `path`, once. `most_bytes`: its limit on disk (0: no trace); `reserve`: bytes that must stay free
+        there (tape.py). OSError: the first line cannot be written."""
+        self._path = path
+        self._tape = Tape(path, header, most_bytes, reserve) if most_bytes else None
 
     def event(self, time_s: float, event: Event, commands: list[Command]) -> None:
         if self._tape is not None:
