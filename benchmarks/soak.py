@@ -6,7 +6,7 @@
 `shoal run` itself, with emulated compute (a step takes milliseconds) and traces of 1 MiB a peer, so that everything that rotates does so
 many times. Every 5 s the launcher, the server that forks peers, and the peers are measured from /proc. Printed: medians of the first and
 the last quarter of the samples after the first tenth, since peers need a while to have all they ever have. The value is the largest growth
-of any of them.
+of any of them but the file of commits, which has a short line for every step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, {summary['killed']} killed, {summary['joined']} joined,"
         f" lost {summary['lost']}, counted twice {summary['counted_twice']}"
     )
-    value = max(growth.values(), default=0.0)
+    value = max((ratio for name, ratio in growth.items() if name != "disk commits_MB"), default=0.0)
     setting = {"steps": summary["steps"], "killed": summary["killed"], "growth": growth}
     report(
         "soak", value, "times as large at the end as near the beginning", Target(1.1, "lower"), setting, given.record

@@ -56,6 +56,7 @@ MACHINE = frozenset(
     device.kind device.executor device.memory_bytes device.host_bytes device.sequences device.checkpointing device.tf32 device.emulated_s
     device.emulated_backward_s device.emulated_gradient device.kept_activations device.compile
     device.cache_bytes device.machine device.threads device.count run.log_to
+    eval.prompts eval.prompt_tokens
     """.split()
 )
 # Names of files in an invite: looked up below --files DIR, or given on the guest's command line.

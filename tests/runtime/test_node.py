@@ -111,7 +111,8 @@ class Heard(Recorder):
     """A recorder that also keeps the views."""
 
     def __init__(self, header: trace.Header, path: Path) -> None:
-        super().__init__(header, path, None)
+        super().__init__(header.peer, None)
+        self.trace(header, path)
         self.views: list[View] = []
 
     def view(self, time_s: float, view: View) -> None:

@@ -195,15 +195,17 @@ def _invited(text: str, tokenizer: str) -> Door:
 class Swarm:
     """A living run's peers. See Source; use as a context."""
 
-    def __init__(self, entry: Door) -> None:
+    def __init__(self, entry: Door, tells_steps: bool = True) -> None:
+        """`tells_steps`: the person hears when training went on while a text was made."""
         _quiet()
-        self._entry = entry
+        self._entry, self._tells_steps = entry, tells_steps
         self.tokenizer = _tokenizer(entry.tokenizer)
         self.positions, self._ends, self._vocabulary = _model_facts(entry.config, self.tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._stack = contextlib.AsyncExitStack()
         self.seconds = 0.0  # of all requests
+        self.versions: tuple[int, ...] = ()  # steps of the parameters that made the newest text, oldest and newest
 
     def __enter__(self) -> Swarm:
         self._thread.start()
@@ -254,7 +256,8 @@ class Swarm:
             take(token)
             if token in self._ends:
                 break
-        if len(versions) > 1:
+        self.versions = (min(versions), max(versions)) if versions else ()
+        if len(versions) > 1 and self._tells_steps:
             say(f"training went on meanwhile: made with the parameters of steps {min(versions)} to {max(versions)}")
         return added
 
@@ -311,6 +314,25 @@ def opened(place: str, base: str | None, device: str, tokenizer: str) -> Iterato
     with source:
         yield source
         say(source.cost + (f"; the text was sent again {source.replays} times" if source.replays else ""))
+
+
+def asked(source: Source, prompt: str, chat: bool = False) -> list[int]:
+    """The tokens of a text to be continued, at least one; of a message to be answered, where the tokenizer has a chat template and `chat`.
+    ValueError: the template refuses the message."""
+    if chat and source.tokenizer.chat_template:
+        return written(source, [{"role": "user", "content": prompt}])
+    tokens = source.tokenizer(prompt, add_special_tokens=False).input_ids
+    tokens = tokens or source.tokenizer("\n", add_special_tokens=False).input_ids
+    return [int(token) for token in tokens]
+
+
+def written(source: Source, chat: Sequence[dict[str, str]]) -> list[int]:
+    """A chat that waits for its next answer, as the tokenizer's template writes it. ValueError: it refuses the chat."""
+    try:
+        text = source.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template's own code runs here
+        raise ValueError(f"the chat template does not write this chat ({type(error).__name__}: {error})") from error
+    return [int(token) for token in source.tokenizer(text, add_special_tokens=False).input_ids]
 
 
 def refuse_long(source: Source, tokens: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         chat: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
         for number, line in enumerate(iter(_line, None)):
             chat.append({"role": "user", "content": line})
-            tokens = _written(source, chat)
+            tokens = generating.written(source, chat)
             generating.refuse_long(source, tokens)
             answer = _answer(source, tokens, msgspec.structs.replace(how, seed=how.seed + number))
             chat.append({"role": "assistant", "content": answer})
@@ -52,14 +52,6 @@ def _line() -> str | None:
     except KeyboardInterrupt:
         line = ""
     return line.rstrip("\n") if line else None
-
-
-def _written(source: Source, chat: list[dict[str, str]]) -> list[int]:
-    try:
-        text = source.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # the template's own code runs here
-        raise ValueError(f"the chat template does not write this chat ({type(error).__name__}: {error})") from error
-    return [int(token) for token in source.tokenizer(text, add_special_tokens=False).input_ids]
 
 
 def _answer(source: Source, tokens: list[int], how: Any) -> str:

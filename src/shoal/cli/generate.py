@@ -49,12 +49,11 @@ def main(args: argparse.Namespace) -> int:
     how = sampling(args)
     with generating.opened(args.place, args.base, args.device, args.tokenizer) as source:
         words = generating.Words(source.tokenizer)
-        tokens = source.tokenizer(args.prompt, add_special_tokens=False).input_ids
-        tokens = tokens or source.tokenizer("\n", add_special_tokens=False).input_ids
+        tokens = generating.asked(source, args.prompt)
         generating.refuse_long(source, tokens)
         words.show(args.prompt)
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not the text
-            source.generate([int(token) for token in tokens], how, words.take)
+            source.generate(tokens, how, words.take)
         words.end()
     return 0
 

@@ -96,6 +96,11 @@ def configured(words: list[str]) -> Config:
             f"train.local_steps = {config.train.local_steps} lies between two averagings, and here is nobody to average with;"
             " try train.local_steps=1"
         )
+    if config.eval.prompts:
+        raise ValueError(
+            "eval.prompts are continued by a run's peers, and here are none; leave them out: `shoal generate` continues a text with"
+            " the checkpoints"
+        )
     return config
 
 

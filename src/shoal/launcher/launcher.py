@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.core.leader.rules.removal import LEAVE_S
-from shoal.core.messages import Peer, View
+from shoal.core.messages import View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.steplog import StepLog
@@ -31,12 +30,12 @@ from shoal.launcher import reach
 from shoal.launcher.files import rundir
 from shoal.launcher.files.run_directory import RunDirectory
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
-from shoal.launcher.local_peers import RunPasses, Starter
+from shoal.launcher.local_peers import RunPasses, Starter, peers_file
 from shoal.launcher.planning import plan_settings
-from shoal.launcher.process import identify
 from shoal.launcher.session import Outcome, RunRequest
 from shoal.launcher.watching import page
 from shoal.launcher.watching.members import LAST_REPLICA_S
+from shoal.launcher.watching.samples import Samples
 from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
 from shoal.runtime.records.report import AnyLine, replace
@@ -110,6 +109,7 @@ class Launcher:
             for number in (signal.SIGINT, signal.SIGHUP):
                 loop.add_signal_handler(number, self.interrupt)
             loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        samples = Samples(self.config, self.directory, self.watch)
         with self.job.view as terminal:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -120,12 +120,17 @@ class Launcher:
                         self._kill(),
                         self._keep(),
                     ]
-                    works += [self._limit(), *([page.serve(self.directory, terminal.say)] if self.job.page else [])]
+                    works += [
+                        self._limit(),
+                        samples.keep(),
+                        *([page.serve(self.directory, terminal.say)] if self.job.page else []),
+                    ]
                     tasks = [group.create_task(work) for work in works]
                     await self.over.wait()
                     for task in tasks:
                         task.cancel()
                 await self._part(terminal)
+                await samples.finish(lambda: self.interrupted)
             finally:
                 self.crew.kill()
             terminal.show(self.watch.snapshot(time.monotonic()))
@@ -463,38 +468,10 @@ class Launcher:
 
     def _write_lists(self) -> None:
         names = {label: peer for peer, label in self.watch.labels.items()}
-        self._output.write_lists(self.crew.addresses[:24] + self.watch.entries[:8], self._locals(names), names)
+        entries = self.crew.addresses[:24] + self.watch.entries[:8]
+        self._output.write_lists(entries, peers_file(self.watch, self.crew.living, names), names)
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)
         if self._output.lost:
             self._give_up(self._output.lost)
-
-    def _locals(self, names: dict[str, Peer]) -> rundir.PeersFile:
-        """The contents of peers.json, which `shoal chaos` reads."""
-        standing, view = self.watch.standing, self.watch.books.view
-        everyone = view.members + view.joining if view is not None else ()
-        launcher = identify(os.getpid())
-        assert launcher is not None
-        return rundir.PeersFile(
-            launcher=launcher,
-            started=self.watch.started,
-            finished=self.watch.finished,
-            peers=tuple(
-                rundir.LocalPeer(
-                    label=child.label,
-                    process=child.identity,
-                    stage=standing[child.label].stage if child.label in standing else None,
-                    leads=child.label in standing and standing[child.label].leading,
-                    peer=names.get(child.label, ""),
-                )
-                for child in self.crew.living
-                if child.identity is not None
-            ),
-            members=tuple(
-                rundir.MemberSeat(label=label, stage=stage, name=name) for label, stage, name in self.watch.seats()
-            ),
-            voters=tuple(self.watch.voters()),
-            casting_voter=self.watch.casting_voter(),
-            names=tuple(each.peer for each in everyone),
-        )

@@ -1,18 +1,22 @@
-"""Starting a run's local peers, and giving each its invite and the current passes. For cli/run.py."""
+"""Starting a run's local peers, giving each its invite and the current passes, and listing them for other commands. For launcher.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.core.messages import View
+from shoal.core.messages import Peer, View
 from shoal.core.names import invite_of
 from shoal.escaping import describe
+from shoal.launcher.files import rundir
 from shoal.launcher.invites import Office
 from shoal.launcher.launch import PeerProcess, PeerProcesses, PeerSpec, Start
+from shoal.launcher.process import identify
+from shoal.launcher.watching.watch import RunMonitor
 from shoal.transport.identity.invite import Authority, read_invite
 
 MOST_ADDRESSES = 32  # in an invite
@@ -119,3 +123,31 @@ class Starter:
         task = asyncio.get_running_loop().create_task(self.join())
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
+
+
+def peers_file(watch: RunMonitor, living: Sequence[PeerProcess], names: Mapping[str, Peer]) -> rundir.PeersFile:
+    """The contents of peers.json, which `shoal chaos` reads. `names`: of local peers, by label."""
+    view = watch.books.view
+    everyone = view.members + view.joining if view is not None else ()
+    launcher = identify(os.getpid())
+    assert launcher is not None
+    return rundir.PeersFile(
+        launcher=launcher,
+        started=watch.started,
+        finished=watch.finished,
+        peers=tuple(
+            rundir.LocalPeer(
+                label=child.label,
+                process=child.identity,
+                stage=watch.standing[child.label].stage if child.label in watch.standing else None,
+                leads=child.label in watch.standing and watch.standing[child.label].leading,
+                peer=names.get(child.label, ""),
+            )
+            for child in living
+            if child.identity is not None
+        ),
+        members=tuple(rundir.MemberSeat(label=label, stage=stage, name=name) for label, stage, name in watch.seats()),
+        voters=tuple(watch.voters()),
+        casting_voter=watch.casting_voter(),
+        names=tuple(each.peer for each in everyone),
+    )

@@ -1,4 +1,5 @@
-"""[eval]: held-out text whose loss is measured while the run trains. runtime/data/heldout.py reads it; core counts each sample once."""
+"""[eval]: held-out text whose loss is measured while the run trains, and prompts that it continues. runtime/data/heldout.py reads the text;
+core counts each sample once. launcher/watching/samples.py sends the prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Eval(Section, frozen=True):
         Meta(
             ge=1,
             le=10**12,
-            description="The held-out loss is measured each time this many steps are done, first at step 0.",
+            description="The held-out loss is measured, and the prompts are continued, each time this many steps are done.",
         ),
     ] = 50
     samples: Annotated[
@@ -49,13 +50,22 @@ class Eval(Section, frozen=True):
             description="A checkpoint is written at each measurement too, and the best one stays beside the newest checkpoint.keep."
         ),
     ] = False
+    prompts: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=4096)], ...],
+        Meta(
+            max_length=16, description="The run's peers continue these texts, or answer these messages, as it trains."
+        ),
+    ] = ()
+    prompt_tokens: Annotated[
+        int, Meta(ge=1, le=4096, description="The likeliest tokens are added to each prompt, at most this many.")
+    ] = 40
 
 
 def problems(section: Eval, data: Data, run: Run, train: Train, device: Device) -> Iterator[str]:
+    yield from _prompt_problems(section, data, run, device)
     if not section.path:
-        yield from without_effect(
-            section, "eval", ["every", "samples", "patience", "keep_best"], "eval.path names no held-out text"
-        )
+        fields = ["samples", "patience", "keep_best"] + ([] if section.prompts else ["every"])
+        yield from without_effect(section, "eval", fields, "eval.path names no held-out text")
         return
     what = f"eval.path = {section.path!r} measures between two steps with the newest parameters"
     if run.serve:
@@ -69,3 +79,19 @@ def problems(section: Eval, data: Data, run: Run, train: Train, device: Device) 
     if device.executor == "swapping" or device.count > 1:
         where = "device.executor = 'swapping'" if device.executor == "swapping" else f"device.count = {device.count}"
         yield f"eval.path is measured by stages that lie on one device, and {where}; try `shoal eval` on checkpoints"
+
+
+def _prompt_problems(section: Eval, data: Data, run: Run, device: Device) -> Iterator[str]:
+    if not section.prompts:
+        yield from without_effect(section, "eval", ["prompt_tokens"], "eval.prompts is empty")
+        return
+    what = "eval.prompts are continued by the peers that train"
+    if run.serve:
+        yield "eval.prompts have no effect: run.serve = true trains nothing"
+    if data.source == "dataset":
+        yield "eval.prompts are text, and data.source = 'dataset' has samples of its own; leave eval.prompts out"
+    if device.executor != "resident" or device.count > 1:
+        where = f"device.executor = {device.executor!r}" if device.count == 1 else f"device.count = {device.count}"
+        yield f"{what}, whose stages lie on one device, and {where}; try `shoal generate` on checkpoints"
+    elif not device.cache_bytes:
+        yield f"{what}, and device.cache_bytes = 0 keeps no keys and values there; leave it out"
