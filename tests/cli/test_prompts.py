@@ -82,12 +82,12 @@ class Watch:
 
     def __init__(self) -> None:
         self.books = SimpleNamespace(view=SimpleNamespace(step=0, started=True, finished=False))
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.finished, self.failed, self.checkpoint, self.saved = False, "", "", 0
 
     def tell(self, kind: str, text: str, now: float) -> None:
         assert kind == "sample"
-        self.told.append(text)
+        self.events.append(text)
 
 
 ANSWERS = """
@@ -125,23 +125,23 @@ def test_samples_are_asked_for_when_due_kept_and_shown_and_a_dead_process_is_tol
     async def story() -> None:
         kept = Samples(configuration.load(None, [PROMPTS, "eval.every=5"]), tmp_path, watch)  # type: ignore[arg-type]
         keeping = asyncio.create_task(kept.keep())
-        await _until(lambda: len(watch.told) == 1)
+        await _until(lambda: len(watch.events) == 1)
         watch.books.view.step = 4
         await asyncio.sleep(0.1)
-        assert len(watch.told) == 1, "nothing is due before step 5"
+        assert len(watch.events) == 1, "nothing is due before step 5"
         watch.books.view.step = 7
-        await _until(lambda: len(watch.told) == 2)
+        await _until(lambda: len(watch.events) == 2)
         watch.books.view.step = 10
-        await _until(lambda: len(watch.told) == 3)
+        await _until(lambda: len(watch.events) == 3)
         watch.books.view.step = 15
-        await _until(lambda: len(watch.told) == 4)
+        await _until(lambda: len(watch.events) == 4)
         keeping.cancel()
         await kept.close()
 
     asyncio.run(story())
-    assert watch.told[0].startswith('step 1: "…ppp') and watch.told[0].endswith('p" → "\\x1b[2Jt↵"')
-    assert watch.told[1].startswith("step 8: ") and watch.told[3].startswith("step 16: ")
-    assert "has ended with 3" in watch.told[2] and "started again" in watch.told[2]
+    assert watch.events[0].startswith('step 1: "…ppp') and watch.events[0].endswith('p" → "\\x1b[2Jt↵"')
+    assert watch.events[1].startswith("step 8: ") and watch.events[3].startswith("step 16: ")
+    assert "has ended with 3" in watch.events[2] and "started again" in watch.events[2]
     lines = (tmp_path / samples.FILE).read_bytes().splitlines()
     assert len(lines) == KEPT
     assert [msgspec.json.decode(line, type=Sample).step for line in lines[-3:]] == [0, 7, 15]
