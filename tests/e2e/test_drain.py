@@ -8,12 +8,14 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from tests.e2e.test_run import LONG_S, NO_MODEL, Start, alive, children, end, start, summary, wait_for
 
 from shoal.launcher.files import rundir
+from shoal.launcher.watching.members import LAST_REPLICA_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
@@ -174,3 +176,23 @@ def test_a_stage_that_nobody_can_take_over_is_saved_and_left_and_little_is_train
     assert f"--here 1 {' '.join(LONG_STEPS)} --resume" in output, output
     account = summary(tmp_path)
     assert int(at[1]) <= account["saved"] and account["steps"] <= account["saved"] + 5, output
+
+
+def test_machines_that_are_told_to_go_together_save_the_run_and_go(start: Start, tmp_path: Path) -> None:
+    """A whole pool gets its notice. Each machine once waited for 120 s for the others, which were leaving, to take its stages over."""
+    words = ("tiny.toml", "run.peers=6", "--here", "3", *LONG_STEPS)
+    host = start("run", *words)
+    file = tmp_path / "runs/tiny/guests.invite"
+    wait_for(lambda: host.poll() is not None or (file.exists() and file.read_text().endswith("\n")))
+    guest = start("join", f"@{file}", "--peers", "3", "run.dir=guest", *NO_MODEL)
+    wait_for(lambda: guest.poll() is not None or host.poll() is not None or committed(tmp_path) >= 2)
+    told_s, at = time.monotonic(), committed(tmp_path)
+    for each in (host, guest):
+        each.send_signal(signal.SIGTERM)
+    output = end(host, code=130)
+    end(guest, code=130)
+    print(f"both machines have left after {time.monotonic() - told_s:.1f} s")
+    assert time.monotonic() - told_s < LAST_REPLICA_S / 2, output
+    account = summary(tmp_path)
+    assert at <= account["saved"] and account["lost"] == account["counted_twice"] == 0, output
+    assert f"--here 3 {' '.join(LONG_STEPS)} --resume" in output or "To go on from there" in output, output

@@ -19,7 +19,6 @@ import msgspec
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.core.leader.rules.removal import LEAVE_S
-from shoal.core.messages import View
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.steplog import StepLog
@@ -171,12 +170,7 @@ class Launcher:
             terminal.say("\n".join(self.watch.everyone.leaving(view, self.watch.saved)))
             self.over.clear()
             self.crew.signal(signal.SIGTERM)
-            left = (
-                self.crew.wait(self.crew.living, LAST_REPLICA_S)
-                if not self.watch.everyone.irreplaceable(view)
-                else self._last_replica_saved(view)
-            )
-            ways = [asyncio.ensure_future(way) for way in (left, self.over.wait())]
+            ways = [asyncio.ensure_future(way) for way in (self._left(), self.over.wait())]
             shown = [asyncio.ensure_future(each) for each in (self._show(terminal), self._say_saved(terminal))]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for task in (*ways, *shown):
@@ -189,10 +183,16 @@ class Launcher:
         others = self.authority is None or self.watch.elsewhere()
         return bool(others and self.crew.living and not self.user_error and not self.watch.stopped_by())
 
-    async def _last_replica_saved(self, view: View | None) -> None:
-        """Nobody can take over what these peers serve: until the step of `view` is saved, where the others can still agree on that."""
-        until_s, step = time.monotonic() + LEAVE_S, view.step if view is not None else 0
-        while self.crew.living and self.watch.saved < step and time.monotonic() < until_s:
+    async def _left(self) -> None:
+        """Until these peers have left. Where a newer view shows that nobody can take over what they serve, as when other machines leave
+        at the same time, until the step of that view is saved, if the others can still agree on that."""
+        until_s, step = time.monotonic() + LAST_REPLICA_S, -1
+        while self.crew.living and time.monotonic() < until_s and not 0 <= step <= self.watch.saved:
+            view = self.watch.books.view
+            if not self.watch.everyone.irreplaceable(view):
+                step = -1
+            elif step < 0 and view is not None:
+                step, until_s = view.step, min(until_s, time.monotonic() + LEAVE_S)
             await asyncio.sleep(SHOW_S)
 
     async def _say_saved(self, terminal: Terminal) -> None:

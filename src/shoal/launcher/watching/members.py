@@ -81,10 +81,12 @@ class Members:
         ]
 
     def irreplaceable(self, view: View | None) -> bool:
-        """A stage is served here alone, and no other machine has a peer to spare for it."""
-        members = view.members if view is not None and view.started else ()
-        others = Counter(one.stage for one in members if one.peer not in self.labels)
-        return any(one.stage not in others for one in members) and max(others.values(), default=0) < 2
+        """A stage is served here alone, no peer of another machine is on its way there, and none can be spared for it."""
+        if view is None or not view.started:
+            return False
+        others = Counter(one.stage for one in view.members if one.peer not in self.labels)
+        served = others.keys() | {one.stage for one in view.joining if one.peer not in self.labels}
+        return any(one.stage not in served for one in view.members) and max(others.values(), default=0) < 2
 
     def leaving(self, view: View | None, saved: int) -> list[str]:
         """What this machine's Ctrl-C does, and what a second one would cost."""
