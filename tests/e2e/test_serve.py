@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from tests.chats import IDS, a_tokenizer
 from tests.e2e.test_run import (
     LONG_S,
+    SOURCE,
     Start,
     alive,
     assert_balanced,
@@ -113,16 +115,24 @@ def test_greedy_text_is_that_of_transformers_though_two_peers_of_its_route_are_k
         assert swarm.replays >= 2
 
     options = ("--temperature", "0", "--tokens", "20")
-    printed = subprocess_output(start("generate", "runs/serve-model", PROMPT, *options))
-    assert subprocess_output(start("generate", "model", PROMPT, *options)) in printed
-    assert "through the peers of run 'serve-model'" in printed and "a round trip through 3 stages" in printed
+    (alone, _), (text, words) = (generated(tmp_path, place, *options) for place in ("model", "runs/serve-model"))
+    assert text == alone
+    assert "through the peers of run 'serve-model'" in words and "a round trip through 3 stages" in words
     assert "serving ended: interrupted" in ended(server)
 
 
-def subprocess_output(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=LONG_S)
-    assert process.returncode == 0, output
-    return output.strip()
+def generated(directory: Path, place: str, *options: str) -> tuple[str, str]:
+    """The text, and apart from it what is said to the person: a replica that was killed a moment ago is named in the middle of the text."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", "generate", place, PROMPT, *options],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        timeout=LONG_S,
+    )
+    words = done.stderr.decode(errors="replace")
+    assert done.returncode == 0, words
+    return done.stdout.decode(errors="replace"), words
 
 
 def test_a_chat_is_written_by_the_tokenizers_template_and_refused_without_one(start: Start, tmp_path: Path) -> None:
