@@ -194,6 +194,8 @@ class ExactRun(Swarm):
         world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
         self.context.watch = _Watch(self.settings, world, lambda: self.kernel.now)
         self.delivery.sample = 1 << 62  # messages are the tests' to encode
+        self._breaks = job.patience.detection_s < job.patience.heartbeat_timeout_s  # connections, when a machine goes; else silence
+        self.delivery.refused = float(self._breaks)
         self.clock = _Clock(job)
         self.moves = self.lost_stages = self.deaths = self.joins = 0
         self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
@@ -279,6 +281,15 @@ class ExactRun(Swarm):
             if node.process.key == key:
                 self.deaths += 1
                 self.kill(node)
+                if self._breaks:
+                    self._break(node.name)
+
+    def _break(self, gone: m.Peer) -> None:
+        """What a process leaves behind are broken connections: everybody is told, its own delay later."""
+        assert self.case.wire is not None
+        for name, node in self.nodes.items():
+            link = self.case.wire.link(gone, name)
+            self.kernel.after(link[0] if link else 0.0, node.receive, m.Unreachable(gone))
 
     def _leave(self, key: int) -> None:
         _, since_s = self._asked.pop(key)

@@ -32,6 +32,7 @@ class Delivery:
         self._context = context
         self._processes = processes
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
+        self.refused = REFUSED
         self.sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
         self._messages = 0
 
@@ -102,7 +103,7 @@ class Delivery:
             node.deliver(source, message, values)
         elif target in self.clients:
             self.clients[target](source, message)
-        elif self._context.chance.random() < REFUSED and (source in self._processes.nodes or source in self.clients):
+        elif self._context.chance.random() < self.refused and (source in self._processes.nodes or source in self.clients):
             self._context.kernel.after(0.05, self._refused, (source, target))
 
     def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:
