@@ -272,7 +272,9 @@ def _played(one: Configuration, there: Path) -> Measured:
     seconds = time.monotonic() - began_s
     beside = (_busy_s() - busy_s - (_own_s() - own_s)) / seconds
     commits_s = tuple(step.heard_s for step in rundir.commits(there / "runs/validate"))
-    return Measured(one.seed, commits_s, _changes(there / "runs/validate", len(one.job.seats.members)) if one.churn else (), beside)
+    return Measured(
+        one.seed, commits_s, _changes(there / "runs/validate", len(one.job.seats.members)) if one.churn else (), beside
+    )
 
 
 def _changes(directory: Path, peers: int) -> tuple[tuple[float, str, bool], ...]:
@@ -346,7 +348,9 @@ def churned(job: Job, run: Measured) -> tuple[float, float, float]:
     """Seconds from the first commit to the last: forecast with the run's own deaths and joins, played message by message with them, and
     measured."""
     first_s, steps = run.commits_s[0], len(run.commits_s) - 1
-    patience = msgspec.structs.replace(job.patience, detection_s=(DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s)
+    patience = msgspec.structs.replace(
+        job.patience, detection_s=(DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s
+    )
     job = msgspec.structs.replace(job, patience=patience)
     there, changes = _there_and_then(job, run)
     played = Run(job, Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)

@@ -56,7 +56,9 @@ def forecast(
         name: None if file is None else str(file)
         for name, file in (("cluster", cluster), ("churn", churn), ("plan", plan))
     }
-    return forecasting.forecasted(tree, tree.run.name, Outlook(hours=hours, seeds=seeds, stages=stages, exact=exact, **files))
+    return forecasting.forecasted(
+        tree, tree.run.name, Outlook(hours=hours, seeds=seeds, stages=stages, exact=exact, **files)
+    )
 
 
 def simulate(

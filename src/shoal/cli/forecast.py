@@ -48,7 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in (("bandwidth", "lines are"), ("delay", "links take"), ("speed", "machines are")):
         parser.add_argument(f"--{name}", metavar="xN", default="", help=f"with --from-run: what if {what} N times that")
-    parser.add_argument("--exact", action="store_true", help="play every message of the runs: slower, and refused over an hour")
+    parser.add_argument(
+        "--exact", action="store_true", help="play every message of the runs: slower, and refused over an hour"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -1,9 +1,9 @@
 """Plays a run message by message with the inputs of the aggregated forecaster: `shoal forecast --exact`.
 
-Every peer is its machine of core/, in virtual time (sim/): its hops take the job's seconds, its tensors the job's bytes on its own lines, each
-pair of machines has its delay and bandwidth, machines come and go as in the presences. So requests that time out, queues that are
-full, routes, votes and downloads beside the work are in it. Not in it: lost messages, faults other than deaths, writing of checkpoints.
-Where the seconds went is told by what the view and the rounds say (`_Clock`), not by a model.
+Every peer is its machine of core/, in virtual time (sim/): its hops take the job's seconds, its tensors the job's bytes on its own
+lines, each pair of machines has its delay and bandwidth, machines come and go as in the presences. So requests that time out, queues that
+are full, routes, votes and downloads beside the work are in it. Not in it: lost messages, faults other than deaths, writing of
+checkpoints. Where the seconds went is told by what the view and the rounds say (`_Clock`), not by a model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.storage import Blob
 from shoal.sim.tasks.task_runner import SECONDS, Pace
 
-JITTER = 1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
+JITTER = (
+    1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
+)
 CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
-AGAIN = 1000  # incarnations between two machines on one slot: a process that ends itself is started again as the next one
+AGAIN = (
+    1000  # incarnations between two machines on one slot: a process that ends itself is started again as the next one
+)
 SETTLED_S = 30.0  # who lives shorter than that is not waited for at the beginning
 VALUE_BYTES = 12  # of a parameter and its moments
 PARTS = Parts.__struct_fields__
@@ -120,7 +124,9 @@ class _Clock:
         self.busy = [0.0] * job.stages
         self.round_open = self.failed = False  # of the step: a round, and whether one was begun and did not end
         self._job, self._now = job, 0.0
-        self._working_s = 0.0  # of the step, that microbatches took so far: compute and network are told apart at its end
+        self._working_s = (
+            0.0  # of the step, that microbatches took so far: compute and network are told apart at its end
+        )
         self._done: dict[int, dict[str, float]] = {}  # parts when a version was made
 
     def spend(self, now: float, view: m.View | None, living: set[m.Peer]) -> None:
@@ -194,7 +200,9 @@ class ExactRun(Swarm):
         world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
         self.context.watch = _Watch(self.settings, world, lambda: self.kernel.now)
         self.delivery.sample = 1 << 62  # messages are the tests' to encode
-        self._breaks = job.patience.detection_s < job.patience.heartbeat_timeout_s  # connections, when a machine goes; else silence
+        self._breaks = (
+            job.patience.detection_s < job.patience.heartbeat_timeout_s
+        )  # connections, when a machine goes; else silence
         self.delivery.refused = float(self._breaks)
         self.clock = _Clock(job)
         self.moves = self.lost_stages = self.deaths = self.joins = 0

@@ -103,7 +103,9 @@ class Delivery:
             node.deliver(source, message, values)
         elif target in self.clients:
             self.clients[target](source, message)
-        elif self._context.chance.random() < self.refused and (source in self._processes.nodes or source in self.clients):
+        elif self._context.chance.random() < self.refused and (
+            source in self._processes.nodes or source in self.clients
+        ):
             self._context.kernel.after(0.05, self._refused, (source, target))
 
     def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:

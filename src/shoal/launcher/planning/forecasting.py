@@ -66,7 +66,9 @@ def histories_of(job: Job, churn: Churn, name: str, outlook: Outlook, tell: Call
             f"--hours {outlook.hours:g}: a step takes {planned.step_s / 3600:.3g} hours; wanted several of them"
         )
     if outlook.exact:
-        from shoal.forecasting.exact import forecast_exact  # the simulator and all machines of a run: only who asks waits for them
+        from shoal.forecasting.exact import (
+            forecast_exact,
+        )  # the simulator and all machines of a run: only who asks waits for them
 
         tell = _Probe(outlook, horizon_s, tell)
         results = [
@@ -89,7 +91,9 @@ class _Probe:
     def __init__(self, outlook: Outlook, horizon_s: float, tell: Callable[[int, float], None]) -> None:
         self._outlook, self._horizon_s, self._tell = outlook, horizon_s, tell
         self._began_s = time.monotonic()
-        self._first: tuple[float, float] | None = None  # seconds of this clock and simulated ones: what begins a run is no measure
+        self._first: tuple[float, float] | None = (
+            None  # seconds of this clock and simulated ones: what begins a run is no measure
+        )
 
     def __call__(self, seed: int, now: float) -> None:
         self._tell(seed, now)
