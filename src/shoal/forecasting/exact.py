@@ -9,14 +9,16 @@ checkpoints. Where the seconds went is told by what the view and the rounds say 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from shoal import units
 from shoal.core import messages as m
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.forecaster import HOUR_S, History, Parts
+from shoal.forecasting.forecaster import HOUR_S, History, Parts, Tally
 from shoal.forecasting.job import Job
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch
@@ -139,16 +141,20 @@ class _Clock:
         served = {one.stage for one in view.members if one.peer in living}
         if len(served) < self._job.stages or 2 * len(dead) > len(view.members):
             self.parts["stalled"] += seconds
-        elif self.round_open and not self._job.seats.staleness:
-            self.parts["waiting" if dead else "averaging"] += seconds
-        elif self.failed:
-            self.parts["waiting" if dead else "redone"] += seconds
+        elif self.failed or (self.round_open and not self._job.seats.staleness):
+            whole = "averaging" if self.round_open else "redone"
+            self.parts["waiting" if dead else whole] += seconds
         else:
-            waits = 1 - math.prod(
-                1 - 1 / sum(one.stage == lost.stage for one in view.members) for lost in dead if self._job.stages > 1
-            )
+            waits = self._waiting(view, dead)
             self.parts["waiting"] += waits * seconds
             self._working_s += (1 - waits) * seconds
+
+    def _waiting(self, view: m.View, dead: Sequence[m.Member]) -> float:
+        """The part of all requests that waits for a dead peer. With one stage, owners serve themselves."""
+        if self._job.stages == 1:
+            return 0.0
+        count = Counter(one.stage for one in view.members)
+        return 1 - math.prod(1 - 1 / count[lost.stage] for lost in dead)
 
     def commit(self, view: m.View, redone: int) -> None:
         """A step has ended, in which so many bookings were computed again."""
@@ -185,6 +191,13 @@ class _Clock:
         self._working_s, self.round_open, self.failed = 0.0, False, False
 
 
+class _Bill(msgspec.Struct):
+    """By kind of machine."""
+
+    hours: list[float]
+    sent_bytes: list[float]
+
+
 class ExactRun(Swarm):
     """One history. `play` plays it; afterwards `history` says what came of it."""
 
@@ -205,10 +218,9 @@ class ExactRun(Swarm):
         )  # connections, when a machine goes; else silence
         self.delivery.refused = float(self._breaks)
         self.clock = _Clock(job)
-        self.moves = self.lost_stages = self.deaths = self.joins = 0
+        self.tally = Tally()
         self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
-        self._hours = [0.0] * len(job.machines.kinds)
-        self._sent_bytes = [0.0] * len(job.machines.kinds)
+        self._bill = _Bill([0.0] * len(job.machines.kinds), [0.0] * len(job.machines.kinds))
         self._redone = 0
 
     # ------------------------------------------------------------------------------------------------------------ play
@@ -250,13 +262,13 @@ class ExactRun(Swarm):
             steps=steps,
             tokens=steps * job.microbatches * job.tokens,
             parts=self.clock.end(),
-            deaths=self.deaths,
-            joins=self.joins,
-            moves=self.moves,
-            lost_stages=self.lost_stages,
+            deaths=self.tally.deaths,
+            joins=self.tally.joins,
+            moves=self.tally.moves,
+            lost_stages=self.tally.lost_stages,
             undone_steps=view.account.undone // job.microbatches if view is not None else 0,
-            peer_hours=tuple(self._hours),
-            sent_bytes=tuple(self._sent_bytes),
+            peer_hours=tuple(self._bill.hours),
+            sent_bytes=tuple(self._bill.sent_bytes),
             stuck=f"{stuck} at {units.duration(self.kernel.now)}" if stuck else "",
             digest=self.context.history.digest(),
         )
@@ -279,7 +291,7 @@ class ExactRun(Swarm):
 
     def _start(self, who: Who) -> None:
         if self._asked.get(who[0], (-1, 0.0))[0] == who[1]:
-            self.joins += 1
+            self.tally.joins += 1
             self.boot(who)
 
     def _go(self, key: int) -> None:
@@ -287,7 +299,7 @@ class ExactRun(Swarm):
         self._leave(key)
         for node in list(self.nodes.values()):
             if node.process.key == key:
-                self.deaths += 1
+                self.tally.deaths += 1
                 self.kill(node)
                 if self._breaks:
                     self._break(node.name)
@@ -302,7 +314,7 @@ class ExactRun(Swarm):
     def _leave(self, key: int) -> None:
         _, since_s = self._asked.pop(key)
         kind = self._job.machines.kind_of[self._seated[key]]
-        self._hours[kind] += (self.kernel.now - since_s) / HOUR_S
+        self._bill.hours[kind] += (self.kernel.now - since_s) / HOUR_S
 
     def boot(self, who: Who) -> None:
         if who[0] in self._asked:  # a process that ended itself is started again only where its machine still is
@@ -324,7 +336,7 @@ class ExactRun(Swarm):
         if values and source != target:
             assert self.case.wire is not None
             kind = self._job.machines.kind_of[self._seated[_key(source)]]
-            self._sent_bytes[kind] += sum(self.case.wire.nbytes(value, 0) for value in values)
+            self._bill.sent_bytes[kind] += sum(self.case.wire.nbytes(value, 0) for value in values)
         elif type(message) is m.Round and not self.clock.round_open:
             self._spend()
             self.clock.round_open, self.clock.failed = True, False
@@ -343,7 +355,7 @@ class ExactRun(Swarm):
     def _look(self, before: m.View, view: m.View) -> None:
         clock = self.clock
         if view.epoch > before.epoch and not view.kept:
-            self.lost_stages += 1
+            self.tally.lost_stages += 1
             clock.back(view.step)
         elif view.last is not None and view.last != before.last:
             clock.commit(view, view.account.redone - self._redone)
@@ -351,7 +363,7 @@ class ExactRun(Swarm):
         elif clock.round_open and view.members != before.members:
             clock.round_open, clock.failed = False, True  # a round that lists who is gone ends
         stage_of = {one.peer: one.stage for one in before.members}
-        self.moves += sum(
+        self.tally.moves += sum(
             one.stage != stage_of.get(one.peer, one.stage) and one not in before.joining for one in view.joining
         )
 
@@ -359,14 +371,10 @@ class ExactRun(Swarm):
         self.clock.spend(self.kernel.now, self.watch.newest, set(self.nodes))
 
 
-def case_of(job: Job, peers: int, seed: int) -> Case:
-    """`peers`: training begins when so many are there."""
-    seats, machines = job.seats, job.machines
-    seated = seats.seated
-    seat_of = {slot: seat for seat, slot in enumerate(seated)}
-    lengths = tuple(max(1, round(nbytes / VALUE_BYTES)) for nbytes in job.state_bytes)
+def _settings_of(job: Job) -> m.Settings:
+    """The run's, or what the job says where it knows no run."""
     patience = job.patience
-    settings = job.settings or m.Settings(
+    return job.settings or m.Settings(
         stages=job.stages,
         microbatches=job.microbatches,
         steps=1,
@@ -375,8 +383,32 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         lost_stage_wait_s=patience.lost_stage_wait_s,
         home=job.stages == 1,
     )
+
+
+def _planned_of(job: Job) -> dict[str, Any]:
+    """Settings that say what the plan says."""
+    seats, machines = job.seats, job.machines
+    seat_of = {slot: seat for seat, slot in enumerate(seats.seated)}
+    routes = [seats.routes[slot] for slot in seats.seated] if seats.routes else []
+    return {
+        "stage_seconds": tuple(
+            max(float(job.reported_s[machines.kind_of[slot], stage]) for slot in seats.replicas(stage))
+            for stage in range(job.stages)
+        ),
+        "seats": tuple(job.stage_of[slot] for slot in seats.seated),
+        "routes": tuple(tuple(tuple(seat_of[device] for device in turns) for turns in each) for each in routes),
+        "line_rates": tuple(seats.line_rates[slot] for slot in seats.seated) if seats.line_rates else (),
+    }
+
+
+def case_of(job: Job, peers: int, seed: int) -> Case:
+    """`peers`: training begins when so many are there."""
+    seats, machines = job.seats, job.machines
+    seated = seats.seated
+    lengths = tuple(max(1, round(nbytes / VALUE_BYTES)) for nbytes in job.state_bytes)
     settings = msgspec.structs.replace(
-        settings,
+        _settings_of(job),
+        **_planned_of(job),
         stages=job.stages,
         microbatches=job.microbatches,
         steps=int(job.steps) if math.isfinite(job.steps) else 1 << 40,
@@ -385,17 +417,6 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         save_every=job.save_every,
         save_last=False,
         staleness=seats.staleness,
-        stage_seconds=tuple(
-            max(float(job.reported_s[machines.kind_of[slot], stage]) for slot in seats.replicas(stage))
-            for stage in range(job.stages)
-        ),
-        seats=tuple(job.stage_of[slot] for slot in seated),
-        routes=tuple(
-            tuple(tuple(seat_of[device] for device in turns) for turns in seats.routes[slot]) for slot in seated
-        )
-        if seats.routes
-        else (),
-        line_rates=tuple(seats.line_rates[slot] for slot in seated) if seats.line_rates else (),
         heldout=0,
         heldout_every=0,
         patience=0,
