@@ -37,6 +37,7 @@ from shoal import codec, config, trace
 from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.core.messages import Join, Send
 from shoal.forecasting.churn import Presence
+from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import SCAN_BEATS, Job, job_of
 from shoal.forecasting.rates import Played
@@ -271,11 +272,13 @@ def _played(one: Configuration, there: Path) -> Measured:
     seconds = time.monotonic() - began_s
     beside = (_busy_s() - busy_s - (_own_s() - own_s)) / seconds
     commits_s = tuple(step.heard_s for step in rundir.commits(there / "runs/validate"))
-    return Measured(one.seed, commits_s, _changes(there / "runs/validate") if one.churn else (), beside)
+    return Measured(
+        one.seed, commits_s, _changes(there / "runs/validate", len(one.job.seats.members)) if one.churn else (), beside
+    )
 
 
-def _changes(directory: Path) -> tuple[tuple[float, str, bool], ...]:
-    """Deaths and requests to join after the first commit, from the trace. The machine's clock is one."""
+def _changes(directory: Path, peers: int) -> tuple[tuple[float, str, bool], ...]:
+    """Deaths, and requests to join of all but the `peers` that the run began with, from the trace. The machine's clock is one."""
     last_s: dict[str, float] = {}
     asked_s: dict[str, float] = {}
     for item in trace.read(trace.find(directory)):
@@ -285,7 +288,8 @@ def _changes(directory: Path) -> tuple[tuple[float, str, bool], ...]:
                 asked_s.setdefault(item.peer, item.time_s)
     label = {peer: name for name, peer in rundir.labels(directory).items()}
     commits = rundir.commits(directory)
-    changes = [(at, label[peer], True) for peer, at in asked_s.items() if at > commits[0].heard_s]
+    began = {f"p{number + 1}" for number in range(peers)}
+    changes = [(at, label[peer], True) for peer, at in asked_s.items() if label[peer] not in began]
     changes += [(at, label[peer], False) for peer, at in last_s.items() if at < commits[-1].heard_s - 0.5]
     return tuple(sorted(changes))
 
@@ -340,28 +344,54 @@ def fitted(pairs: list[tuple[Configuration, Measured]]) -> tuple[float, float]:
     return best[1], best[2]
 
 
-def churned(job: Job, run: Measured) -> tuple[float, float]:
-    """Seconds from the first commit to the last: forecast with the run's own deaths and joins, and measured."""
+def churned(job: Job, run: Measured) -> tuple[float, float, float]:
+    """Seconds from the first commit to the last: forecast with the run's own deaths and joins, played message by message with them, and
+    measured."""
     first_s, steps = run.commits_s[0], len(run.commits_s) - 1
-    beat_s = job.patience.heartbeat_s
-    patience = msgspec.structs.replace(job.patience, detection_s=(DOUBT_BEATS + SCAN_BEATS / 2) * beat_s)
-    slots = [slot for slot, stage in enumerate(job.stage_of) if stage >= 0]
-    seat = {f"p{number + 1}": job.seats.seated[number] for number in range(len(slots))}
-    free: list[int] = []
-    presences = [Presence(0.0, slot, True) for slot in slots]
-    for at_s, label, joins in run.changes:
-        if joins and free:  # a new machine on the place of one that died
-            seat[label] = free.pop(0)
-            presences.append(Presence(at_s - first_s, seat[label], True))
-        elif not joins:
-            free.append(seat[label])
-            presences.append(Presence(max(at_s - first_s, 0.001), seat[label], False))
-    played = Run(msgspec.structs.replace(job, patience=patience), Played(job), presences, 0.0)
+    patience = msgspec.structs.replace(
+        job.patience, detection_s=(DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s
+    )
+    job = msgspec.structs.replace(job, patience=patience)
+    there, changes = _there_and_then(job, run)
+    played = Run(job, Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
     horizon_s = 100.0
     while played.progress.step < steps and horizon_s < 1e6:
         played.play(horizon_s, steps=steps)
         horizon_s *= 2
-    return played.progress.began_s, run.commits_s[-1] - first_s
+    return played.progress.began_s, exact_s(job, there, changes, steps), run.commits_s[-1] - first_s
+
+
+def exact_s(job: Job, there: list[int], changes: list[Presence], steps: int) -> float:
+    """Message by message: seconds of so many steps after the first, machines coming and going so long after its commit."""
+    first = [Presence(0.0, slot, True) for slot in there]
+    alone = ExactRun(job, first, 0.0, 0)
+    alone.play(1e6, steps=1)
+    began_s = alone.watch.commits.times_s[0]
+    exact = ExactRun(job, first + [msgspec.structs.replace(one, at_s=one.at_s + began_s) for one in changes], 0.0, 0)
+    exact.play(1e6, steps=1 + steps)
+    return exact.watch.commits.times_s[-1] - began_s
+
+
+def _there_and_then(job: Job, run: Measured) -> tuple[list[int], list[Presence]]:
+    """Slots with a machine at the first commit, and who comes and goes afterwards, seconds after it. Who asked to join before it and had
+    not begun with the others joins at once."""
+    first_s = run.commits_s[0]
+    slots = [slot for slot, stage in enumerate(job.stage_of) if stage >= 0]
+    slot_of = {f"p{number + 1}": job.seats.seated[number] for number in range(len(slots))}
+    there, free, changes = set(slots), [], []
+    for at_s, label, joins in run.changes:
+        if joins and free:  # a new machine on the place of one that died
+            slot_of[label] = free.pop(0)
+        if label not in slot_of:
+            continue
+        slot = slot_of[label]
+        if not joins:
+            free.append(slot)
+        if at_s <= first_s and not joins and slot in there:
+            there.discard(slot)
+        else:
+            changes.append(Presence(max(at_s - first_s, 0.001), slot, joins))
+    return sorted(there), changes
 
 
 def plotted(points: list[tuple[float, float, str]], path: str) -> None:

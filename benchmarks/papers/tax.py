@@ -46,7 +46,6 @@ LOSS_MOST = 0.5  # per cent that a choice may cost
 HOURS, SEEDS, BUDGET = 24.0, 2, 10
 CENTRE_Bps, CENTRE_DELAY_S = 100e9 / 8, 50e-6
 INFLIGHT = 16
-HALVED_LEAST = 32  # machines: with halves of fewer the forecaster does not end
 MANY = 10**6  # compositions: rates are sums for every fleet, small ones too
 LOCAL_STEPS = 20
 NEAR = ("Oregon", "Virginia", "Ohio", "Tokyo")  # the regions of the first of two pipelines
@@ -184,8 +183,6 @@ def priced(setting: Setting, variant: Variant, shape: str, stages: tuple[int, ..
     factor = variant.batch * problem.local_steps
     work = msgspec.structs.replace(problem.work, microbatches=problem.work.microbatches * factor)
     problem = msgspec.structs.replace(problem, work=work)
-    if variant.halves and len(problem.cluster.devices) < HALVED_LEAST:
-        return Figures(0.0, 0.0, 0.0, "too few machines", 0.0, 0.0)
     plans, refused = [], ""
     for count in stages or counts(shape, problem):
         try:
@@ -273,8 +270,6 @@ def outcome(shape: str) -> Outcome:
     variant = next(one for one in VARIANTS if one.name == best.variant)
     taxes = {}
     for name, change in CHANGES:
-        if shape == "1.3B" and "200 Mbit/s" in name:
-            continue  # the forecaster does not end: one replica of a stage, and downloads longer than a life
         changed = change(setting)
         each = progressed(shape, name, priced(changed, variant, shape, (int(best.plan.split()[0]),)))
         again = "memory" in name or "GPUs" in name

@@ -43,8 +43,10 @@ def forecast(
     seeds: int = 20,
     stages: int | None = None,
     plan: str | Path | None = None,
+    exact: bool = False,
 ) -> Forecast:
-    """How far that run comes in so many hours on those machines, what it costs and how sure that is: simulated, without messages.
+    """How far that run comes in so many hours on those machines, what it costs and how sure that is: simulated, without messages, or with
+    every one (`exact`: slower, and refused where it would take more than an hour).
 
     config, settings, cluster: as for `plan`. churn: a record of spot instances (CSV, JSON) or a TOML file; None: the machines'
     losses_per_h. seeds: so many histories, from which the percentiles are. stages: plan with this number only. plan: a file of `shoal
@@ -54,7 +56,9 @@ def forecast(
         name: None if file is None else str(file)
         for name, file in (("cluster", cluster), ("churn", churn), ("plan", plan))
     }
-    return forecasting.forecasted(tree, tree.run.name, Outlook(hours=hours, seeds=seeds, stages=stages, **files))
+    return forecasting.forecasted(
+        tree, tree.run.name, Outlook(hours=hours, seeds=seeds, stages=stages, exact=exact, **files)
+    )
 
 
 def simulate(

@@ -4,6 +4,7 @@
     shoal forecast a.toml b.toml --cluster cluster.toml --churn churn.toml       two ways, seed by seed on the same machines
     shoal forecast my.toml --cluster cluster.toml --plan plan.json --json        that plan instead of the planner's
     shoal forecast --from-run runs/NAME --bandwidth x2 run.inflight=8            a recorded run, and what would be if
+    shoal forecast my.toml --cluster cluster.toml --hours 1 --seeds 5 --exact    message by message
 
 Every figure is simulated. forecast/ plays; this file reads, calls and prints.
 """
@@ -47,6 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in (("bandwidth", "lines are"), ("delay", "links take"), ("speed", "machines are")):
         parser.add_argument(f"--{name}", metavar="xN", default="", help=f"with --from-run: what if {what} N times that")
+    parser.add_argument(
+        "--exact", action="store_true", help="play every message of the runs: slower, and refused over an hour"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -62,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
         seeds=args.seeds,
         stages=args.stages,
         plan=args.plan,
+        exact=args.exact,
     )
     check(outlook)
     forecasts, text = _forecasts(args, outlook, files, settings)

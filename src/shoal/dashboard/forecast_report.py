@@ -23,8 +23,9 @@ WORDS = {
 
 
 def report(forecast: Forecast) -> str:
+    how = ", message by message" if forecast.exact else ""
     lines = [
-        f"{forecast.name}: {forecast.hours:g} hours, {forecast.seeds} seeds.",
+        f"{forecast.name}: {forecast.hours:g} hours, {forecast.seeds} seeds{how}.",
         "Every number below is simulated: 5th percentile, median, 95th.",
         f"tokens        {_row(forecast.tokens, _count)}",
         f"steps         {_row(forecast.steps, '{:,.0f}'.format)}   (planned step {forecast.planned_step_s:.3g} s)",

@@ -159,6 +159,7 @@ def _job(recorded: Recorded, slot_of: dict[Peer, int], stage_of: tuple[int, ...]
             settings.lost_stage_wait_s,
             ENTRY_BEATS * beat_s,
         ),
+        settings=settings,
         round_s=median(recorded.rounds_s.values()) if recorded.rounds_s else 0.0,
     )
 

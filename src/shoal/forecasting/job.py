@@ -7,7 +7,8 @@ import math
 import msgspec
 import numpy as np
 
-from shoal.config import Config
+from shoal.config import Config, derived
+from shoal.core.messages import Settings
 from shoal.core.trainer.routing import BACKWARD_SIZE
 from shoal.forecasting.machines import Machines, grouped
 from shoal.planner.costs.arrays import Floats
@@ -49,6 +50,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     save_every: int = 0  # steps between checkpoints
     patience: Patience = Patience()
     steps: float = math.inf  # of the run: near its end nobody moves
+    settings: Settings | None = None  # of the run, for who plays its messages; what this struct says goes first
     round_s: float = 0.0  # of a step beside what is predicted: the optimizer, the tasks of a round
 
     @property
@@ -99,6 +101,7 @@ def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
         state_bytes=tuple(count * value_bytes for count in values),
         tokens=problem.work.microbatch_tokens,
         save_every=config.checkpoint.every,
+        settings=derived.settings(config),
         patience=Patience(
             run.heartbeat_s,
             run.heartbeat_timeout_s,

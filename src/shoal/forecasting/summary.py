@@ -55,6 +55,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     stuck: dict[int, str]  # by seed: why it ended without going on
     histories: tuple[History, ...]
     digest: str  # of all seeds
+    exact: bool = False  # played message by message
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -67,7 +68,7 @@ class Comparison(msgspec.Struct, frozen=True):
     high_percent: float | None
 
 
-def summarized(name: str, job: Job, planned: StepTime, histories: Sequence[History]) -> Forecast:
+def summarized(name: str, job: Job, planned: StepTime, histories: Sequence[History], exact: bool = False) -> Forecast:
     seconds = histories[0].seconds
     ideal = seconds / planned.step_s * job.microbatches * job.tokens
 
@@ -95,6 +96,7 @@ def summarized(name: str, job: Job, planned: StepTime, histories: Sequence[Histo
         stuck={one.seed: one.stuck for one in histories if one.stuck},
         histories=tuple(histories),
         digest=joint_digest(histories),
+        exact=exact,
     )
 
 

@@ -32,7 +32,8 @@ class Delivery:
         self._context = context
         self._processes = processes
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
-        self._sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
+        self.refused = REFUSED
+        self.sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
         self._messages = 0
 
     def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
@@ -40,7 +41,7 @@ class Delivery:
         context = self._context
         kernel, case = context.kernel, context.case
         self._messages += 1
-        if honest and self._messages % self._sample == 0:
+        if honest and self._messages % self.sample == 0:
             self._check_encoding(source, message)
         if self.swallows(source, target, values):
             return
@@ -102,7 +103,9 @@ class Delivery:
             node.deliver(source, message, values)
         elif target in self.clients:
             self.clients[target](source, message)
-        elif self._context.chance.random() < REFUSED and (source in self._processes.nodes or source in self.clients):
+        elif self._context.chance.random() < self.refused and (
+            source in self._processes.nodes or source in self.clients
+        ):
             self._context.kernel.after(0.05, self._refused, (source, target))
 
     def _refused(self, pair: tuple[m.Peer, m.Peer]) -> None:

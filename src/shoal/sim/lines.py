@@ -51,6 +51,10 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         """`p7.2` is the third process of peer 7."""
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
+    def link(self, source: m.Peer, target: m.Peer) -> tuple[float, float] | None:
+        """Delay, s, and bandwidth, bytes/s, from one peer to another; None: as the scenario has them."""
+        return None
+
     def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
         """Of what sim/tasks/task_runner.py makes of a tensor, a state being cut into `chunks`. One that is no tensor at all
         takes a boundary's."""

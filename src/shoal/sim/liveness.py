@@ -73,7 +73,7 @@ class Liveness:
         watch.leavers.look(watch.newest)
         text = self._late()
         if text:
-            self.stuck = self._hopeless()
+            self.stuck = self.hopeless()
             if not self.stuck:
                 watch.report("", "progress", f"{text}: {self.describe()}")
             kernel.stop()
@@ -99,7 +99,7 @@ class Liveness:
             return f"not finished {now - timeline.healed_s:.0f} s after healing"
         return ""
 
-    def _hopeless(self) -> str:
+    def hopeless(self) -> str:
         """Why no run could go on: fewer peers than stages, or no quorum left."""
         nodes, stages = self._processes.nodes, self._context.case.settings.stages
         for view in self._delivery.current_views():

@@ -8,6 +8,7 @@ cuts, and, for scenarios that ask for it, duplicates and reordering that no tran
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import msgspec
@@ -30,7 +31,7 @@ class SimulatedLink(msgspec.Struct):
     """From one peer to another: its delay, and when the last message of each class arrives."""
 
     delay_s: float
-    far: bool = False
+    bandwidth_Bps: float = math.inf  # of this pair, beside both lines
     last_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * (1 + RANKS))  # control, then bulk by rank
 
 
@@ -66,7 +67,7 @@ class Network:
             return ()
         at = now + link.delay_s * (1.0 + 0.2 * draw())
         if nbytes:
-            at += self._wait(source, nbytes, now, rank) + (nbytes / FAR_Bps if link.far else 0.0)
+            at += self._wait(source, nbytes, now, rank) + nbytes / link.bandwidth_Bps
         faults = self.faults
         if faults is CLEAN:
             return (self._order(link, at, lane),)
@@ -103,10 +104,13 @@ class Network:
         self.cut.clear()
 
     def _link(self, source: Peer, target: Peer) -> SimulatedLink:
+        known = self._wire.link(source, target) if self._wire is not None else None
+        if known is not None:
+            return SimulatedLink(*known)
         if self._regions == 1:
             return SimulatedLink(self._rng.uniform(*self._scenario.delay_s))
         far = region(source, self._regions) != region(target, self._regions)
-        return SimulatedLink(self._rng.uniform(*(FAR_S if far else NEAR_S)), far)
+        return SimulatedLink(self._rng.uniform(*(FAR_S if far else NEAR_S)), FAR_Bps if far else math.inf)
 
     def _wait(self, source: Peer, nbytes: int, now: float, rank: int) -> float:
         """Seconds until the sender's uplink has passed these bytes, after what waits there and goes first. What goes after it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shoal import config
+from shoal import config, units
 from shoal.forecasting import churn as churns
 from shoal.forecasting.churn import Churn, presences
 from shoal.forecasting.forecaster import forecast
@@ -21,6 +22,8 @@ from shoal.launcher.planning.problem import problem_of
 from shoal.planner.strategy import choices, plan, strategy
 
 SEED, BUDGET = 0, 400  # of the planner's search
+EXACT_MOST_S = 3600.0  # that a forecast of every message may take
+PROBE_S = 5.0  # after which it is known what it will take
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 20
     stages: int | None = None  # plan with this number only
     plan: str | None = None  # file; without it the planner's choice
+    exact: bool = False  # message by message, as long as that takes no more than EXACT_MOST_S
 
 
 def check(outlook: Outlook) -> None:
@@ -61,13 +65,53 @@ def histories_of(job: Job, churn: Churn, name: str, outlook: Outlook, tell: Call
         raise ValueError(
             f"--hours {outlook.hours:g}: a step takes {planned.step_s / 3600:.3g} hours; wanted several of them"
         )
-    results = [
-        forecast(job, model, history, churn.start_s, horizon_s, seed, partial(tell, seed))
-        for seed, history in enumerate(histories)
-    ]
+    if outlook.exact:
+        from shoal.forecasting.exact import (
+            forecast_exact,
+        )  # the simulator and all machines of a run: only who asks waits for them
+
+        tell = _Probe(outlook, horizon_s, tell)
+        results = [
+            forecast_exact(job, history, churn.start_s, horizon_s, seed, partial(tell, seed))
+            for seed, history in enumerate(histories)
+        ]
+    else:
+        results = [
+            forecast(job, model, history, churn.start_s, horizon_s, seed, partial(tell, seed))
+            for seed, history in enumerate(histories)
+        ]
     if not any(result.steps for result in results):
         raise ValueError(f"{name} cannot make progress: {results[0].stuck}")
-    return summarized(name, job, planned, results)
+    return summarized(name, job, planned, results, outlook.exact)
+
+
+class _Probe:
+    """Passes on what it is told, and refuses a forecast of every message that would take too long here, once that can be known."""
+
+    def __init__(self, outlook: Outlook, horizon_s: float, tell: Callable[[int, float], None]) -> None:
+        self._outlook, self._horizon_s, self._tell = outlook, horizon_s, tell
+        self._began_s = time.monotonic()
+        self._first: tuple[float, float] | None = (
+            None  # seconds of this clock and simulated ones: what begins a run is no measure
+        )
+
+    def __call__(self, seed: int, now: float) -> None:
+        self._tell(seed, now)
+        passed_s = time.monotonic() - self._began_s
+        if seed or passed_s < PROBE_S:
+            return
+        if self._first is None:
+            self._first = passed_s, now
+        elif passed_s > 2 * PROBE_S and self._first[0] > 0:
+            pace = (passed_s - self._first[0]) / max(now - self._first[1], 1.0)
+            whole_s = passed_s + pace * (self._horizon_s * self._outlook.seeds - now)
+            self._first = 0.0, now
+            if whole_s > EXACT_MOST_S:
+                raise ValueError(
+                    f"--exact: {self._outlook.seeds} seeds of {self._outlook.hours:g} hours would take about"
+                    f" {units.duration(whole_s)} on this machine, {units.duration(EXACT_MOST_S)} at most; wanted fewer --hours or"
+                    " --seeds, or no --exact"
+                )
 
 
 def name_of(file: str | None, tree: config.Config) -> str:

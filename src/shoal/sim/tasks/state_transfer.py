@@ -11,14 +11,15 @@ State = tuple[int, int, str, str]  # version, stage, digest; with delayed update
 class StateTransfer:
     """One peer's part in it: the copy that it offers to joiners, and the chunks of its own download."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int = CHUNKS) -> None:
+        self._count = chunks  # that a state is cut into
         self._exported: State | None = None
         self._chunks: dict[int, Blob] = {}
 
     def export(self, state: State) -> m.Result:
         self._exported = state
-        hashes = tuple(short(_chunk(state, number)) for number in range(CHUNKS))
-        return m.Result(manifest=m.Manifest(hashes, (1000,) * CHUNKS))
+        hashes = tuple(short(_chunk(state, number)) for number in range(self._count))
+        return m.Result(manifest=m.Manifest(hashes, (1000,) * self._count))
 
     def withdraw(self) -> None:
         """Nothing is exported any more."""
@@ -39,7 +40,7 @@ class StateTransfer:
         """What these chunks make."""
         chunks = [self._chunks.get(number) for number in wanted]
         states: set[State] = {chunk[1] for chunk in chunks if chunk is not None}
-        if None in chunks or len(states) != 1 or [chunk[2] for chunk in chunks if chunk] != list(range(CHUNKS)):
+        if None in chunks or len(states) != 1 or [chunk[2] for chunk in chunks if chunk] != list(range(self._count)):
             raise ValueError(f"the kept chunks do not make one state: {chunks}")
         return states.pop()
 

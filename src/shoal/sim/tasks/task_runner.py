@@ -19,7 +19,7 @@ from shoal.kept import Kept
 from shoal.sim.lines import Wire
 from shoal.sim.tasks.sketches import checks_of, sketch_of
 from shoal.sim.tasks.state_transfer import StateTransfer
-from shoal.sim.tasks.storage import Blob, Copies, Storage, shard_name, short
+from shoal.sim.tasks.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 from shoal.sim.tasks.texts import Texts
 
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
@@ -78,6 +78,9 @@ class World:
         tokens: int = 0,
     ) -> None:
         self.wire = wire
+        self.lengths: tuple[int, ...] = ()  # of each stage's gradient, if they are given
+        self.chunks = CHUNKS  # of a stage's state
+        self.listed = True  # sums list what was added, for the checkers
         self.tokens = tokens  # of a microbatch, where not all are counted
         self.nonfinite = nonfinite  # (step, microbatch, stage)
         self.stages = stages
@@ -117,7 +120,7 @@ class World:
         return m.Result(loss=2.0 + step / 8 + index / 64, counted=(step + index) % 5)
 
     def length(self, stage: int) -> int:
-        return self.values + 7 * stage
+        return self.lengths[stage] if self.lengths else self.values + 7 * stage
 
 
 class Pace:
@@ -232,7 +235,7 @@ class TaskRunner:
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
         self.rounds = Rounds(world)
-        self.transfer = StateTransfer()
+        self.transfer = StateTransfer(world.chunks)
         self._texts = Texts()
 
     def submit(self, task: m.Task, ends: Ends) -> None:
@@ -318,7 +321,8 @@ class TaskRunner:
         used = self._used(task.stage, task.step, "RunBackward")
         if task.heldout:
             return self.world.measured(task.step, task.index)
-        self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
+        if self.world.listed:
+            self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
         if task.stage != last:

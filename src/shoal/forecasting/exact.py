@@ -1,0 +1,476 @@
+"""Plays a run message by message with the inputs of the aggregated forecaster: `shoal forecast --exact`.
+
+Every peer is its machine of core/, in virtual time (sim/): its hops take the job's seconds, its tensors the job's bytes on its own
+lines, each pair of machines has its delay and bandwidth, machines come and go as in the presences. So requests that time out, queues that
+are full, routes, votes and downloads beside the work are in it. Not in it: lost messages, faults other than deaths, writing of
+checkpoints. Where the seconds went is told by what the view and the rounds say (`_Clock`), not by a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal import units
+from shoal.core import messages as m
+from shoal.forecasting.churn import Presence
+from shoal.forecasting.forecaster import HOUR_S, History, Parts, Tally
+from shoal.forecasting.job import Job
+from shoal.planner.inputs.cluster import Device
+from shoal.sim.checkers import Watch
+from shoal.sim.context import Values
+from shoal.sim.lines import LineRates, Wire
+from shoal.sim.node import Node, Process, Who
+from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
+from shoal.sim.swarm import Swarm
+from shoal.sim.tasks.storage import Blob
+from shoal.sim.tasks.task_runner import SECONDS, Pace
+
+JITTER = (
+    1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
+)
+CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
+ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
+CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
+AGAIN = (
+    1000  # incarnations between two machines on one slot: a process that ends itself is started again as the next one
+)
+SETTLED_S = 30.0  # who lives shorter than that is not waited for at the beginning
+VALUE_BYTES = 12  # of a parameter and its moments
+PARTS = Parts.__struct_fields__
+
+
+class JobWire(Wire, frozen=True, kw_only=True):
+    """Bytes and links of a job. Peers by key: the plan's seats in order."""
+
+    job: Job
+    kinds: tuple[int, ...]  # by key
+    lengths: tuple[int, ...]  # of each stage's gradient, in values
+    chunks: int
+
+    def link(self, source: m.Peer, target: m.Peer) -> tuple[float, float]:
+        pair = self.kinds[_key(source)], self.kinds[_key(target)]
+        machines = self.job.machines
+        return float(machines.delay_s[pair]) / JITTER, float(machines.bandwidth_Bps[pair]) or math.inf
+
+    def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
+        seats = self.job.seats
+        match blob:
+            case ("x", _, _, 0, _):
+                return int(seats.tokens_bytes)
+            case ("part", int(stage), int(low), int(high), _):
+                return int((high - low) * seats.gradient_bytes[stage] / self.lengths[stage])
+            case ("state", (_, int(stage), *_), *_):
+                return int(self.job.state_bytes[stage] / self.chunks)
+            case ("g", *_):
+                return int(seats.back_bytes)
+        return int(seats.boundary_bytes)
+
+
+class JobPace(Pace):
+    """Seconds of a peer's tasks; `busy` counts those of hops, by stage, for all peers together."""
+
+    def __init__(self, job: Job, device: Device, kind: int, busy: list[float]) -> None:
+        super().__init__(None, job.stages)
+        self._job, self._device, self._kind, self._busy = job, device, kind, busy
+        usual_s = sum(SECONDS[each] for each in (m.Fetch, m.Cut, m.Add, m.Gather, m.Apply))
+        self._round = job.round_s / usual_s  # how much longer a round's own tasks take than the simulator's usual ones
+
+    def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
+        job = self._job
+        if isinstance(task, m.RunForward | m.RunBackward):
+            table = job.forward_s if isinstance(task, m.RunForward) else job.backward_s
+            seconds = float(table[self._kind, task.stage])
+            self._busy[task.stage] += seconds
+            return seconds
+        if isinstance(task, m.Init) and task.step:
+            return SECONDS[m.Init] + job.state_bytes[task.stage] / (
+                self._device.disk_Bps or self._device.down_Bps or math.inf
+            )
+        if not isinstance(task, (*ROUND_TASKS, m.Fetch)):
+            return SECONDS[type(task)]
+        if isinstance(task, m.Cut):
+            self.share = (task.bounds[-1] - task.bounds[0]) / max(1, length)
+        whole = 1.0 if isinstance(task, m.Apply | m.Fetch) else self.share
+        coded_s = job.seats.averaging_codec_s / len(CODED_TASKS) if isinstance(task, CODED_TASKS) else 0.0
+        return whole * (self._round * SECONDS[type(task)] + coded_s)
+
+
+class _Watch(Watch):
+    """Only which view is the newest: invariants are for the tests."""
+
+    def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None: ...
+
+    def agreed(self, peer: m.Peer, view: m.View) -> None:
+        if self.newest is None or view.number > self.newest.number:
+            if view.last is not None and (self.newest is None or self.newest.last != view.last):
+                self.commits.times_s.append(self._now())
+            self.newest = view
+
+    def applying(self, peer: m.Peer, view: m.View | None, task: m.Apply) -> None: ...
+
+    def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None: ...
+
+    def published(self, peer: m.Peer, step: int, digests: Sequence[str]) -> None: ...
+
+
+class _Clock:
+    """Where the seconds went: `spend` gives those since the last call to a part, by what the run was doing."""
+
+    def __init__(self, job: Job) -> None:
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.busy = [0.0] * job.stages
+        self.round_open = self.failed = False  # of the step: a round, and whether one was begun and did not end
+        self._job, self._now = job, 0.0
+        self._working_s = (
+            0.0  # of the step, that microbatches took so far: compute and network are told apart at its end
+        )
+        self._done: dict[int, dict[str, float]] = {}  # parts when a version was made
+
+    def spend(self, now: float, view: m.View | None, living: set[m.Peer]) -> None:
+        """`living`: the members' names that live."""
+        seconds, self._now = now - self._now, now
+        if view is None or not view.started:
+            self.parts["joining"] += seconds
+            return
+        dead = [one for one in view.members if one.peer not in living]
+        served = {one.stage for one in view.members if one.peer in living}
+        if len(served) < self._job.stages or 2 * len(dead) > len(view.members):
+            self.parts["stalled"] += seconds
+        elif self.failed or (self.round_open and not self._job.seats.staleness):
+            whole = "averaging" if self.round_open else "redone"
+            self.parts["waiting" if dead else whole] += seconds
+        else:
+            waits = self._waiting(view, dead)
+            self.parts["waiting"] += waits * seconds
+            self._working_s += (1 - waits) * seconds
+
+    def _waiting(self, view: m.View, dead: Sequence[m.Member]) -> float:
+        """The part of all requests that waits for a dead peer. With one stage, owners serve themselves."""
+        if self._job.stages == 1:
+            return 0.0
+        count = Counter(one.stage for one in view.members)
+        return 1 - math.prod(1 - 1 / count[lost.stage] for lost in dead)
+
+    def commit(self, view: m.View, redone: int) -> None:
+        """A step has ended, in which so many bookings were computed again."""
+        job, parts = self._job, self.parts
+        hops = job.microbatches * job.stages
+        again_s = self._working_s * min(1.0, redone / (hops + redone))
+        members = [sum(one.stage == stage for one in view.members) for stage in range(job.stages)]
+        compute_s = max(busy / max(1, count) for busy, count in zip(self.busy, members, strict=True))
+        compute_s = min(compute_s, self._working_s - again_s)
+        parts["redone"] += again_s
+        parts["compute"] += compute_s
+        parts["network"] += self._working_s - again_s - compute_s
+        self._begin()
+        self._done[view.step] = dict(parts)
+
+    def back(self, step: int) -> None:
+        """Everybody went back to that version: what was done since was for nothing."""
+        self.parts["redone"] += self._working_s
+        self._begin()
+        before = self._done.get(step, dict.fromkeys(PARTS, 0.0))
+        for part in ("compute", "network", "averaging"):
+            self.parts["redone"] += self.parts[part] - before[part]
+            self.parts[part] = before[part]
+
+    def end(self) -> Parts:
+        """Of the whole time; a step that has not ended is all network but for what was computed."""
+        compute_s = min(self._working_s, max(self.busy) / max(1, len(self.busy)))
+        self.parts["compute"] += compute_s
+        self.parts["network"] += self._working_s - compute_s
+        return Parts(**self.parts)
+
+    def _begin(self) -> None:
+        self.busy[:] = [0.0] * len(self.busy)
+        self._working_s, self.round_open, self.failed = 0.0, False, False
+
+
+class _Bill(msgspec.Struct):
+    """By kind of machine."""
+
+    hours: list[float]
+    sent_bytes: list[float]
+
+
+class ExactRun(Swarm):
+    """One history. `play` plays it; afterwards `history` says what came of it."""
+
+    def __init__(self, job: Job, presences: Sequence[Presence], start_s: float, seed: int) -> None:
+        self._job = job
+        self._seated = job.seats.seated
+        self._key_of = {slot: key for key, slot in enumerate(self._seated)}
+        self._presences = [one for one in presences if one.slot in self._key_of]
+        self._start_s = start_s
+        super().__init__(case_of(job, _gathered(self._presences, job.stages), seed))
+        world = self.context.world
+        assert self.case.wire is not None and isinstance(self.case.wire, JobWire)
+        world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
+        self.context.watch = _Watch(self.settings, world, lambda: self.kernel.now)
+        self.delivery.sample = 1 << 62  # messages are the tests' to encode
+        self._breaks = (
+            job.patience.detection_s < job.patience.heartbeat_timeout_s
+        )  # connections, when a machine goes; else silence
+        self.delivery.refused = float(self._breaks)
+        self.clock = _Clock(job)
+        self.tally = Tally()
+        self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
+        self._bill = _Bill([0.0] * len(job.machines.kinds), [0.0] * len(job.machines.kinds))
+        self._redone = 0
+
+    # ------------------------------------------------------------------------------------------------------------ play
+
+    def play(
+        self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: int = 1 << 40
+    ) -> None:
+        """Until the horizon, or until so many steps are committed. `progress` is told every simulated second."""
+        count = [0] * len(self._seated)
+        first = True
+        for change in self._presences:
+            key = self._key_of[change.slot]
+            if not change.joins:
+                self.kernel.at(change.at_s, self._go, key)
+                continue
+            who = key, count[key] * AGAIN
+            count[key] += 1
+            if first:
+                self.processes.founders, first = {who}, False
+            self.kernel.at(change.at_s, self._come, who)
+        self._steps = steps
+        self.kernel.after(0.0, self._second, progress)
+        self.kernel.run(until=horizon_s, events=1 << 62)
+        if not self.kernel.stopped:
+            self.kernel.now = horizon_s
+        self._spend()
+        for key in list(self._asked):
+            self._leave(key)
+        if self.watch.violations:
+            raise RuntimeError(f"the simulation of every message broke an invariant: {self.watch.violations[0]}")
+
+    def history(self, seed: int, horizon_s: float) -> History:
+        view, job = self.watch.newest, self._job
+        steps = view.step if view is not None else 0
+        stuck = (view.failed if view is not None else "") or self.liveness.hopeless() if view is not None else ""
+        return History(
+            seed=seed,
+            seconds=horizon_s,
+            steps=steps,
+            tokens=steps * job.microbatches * job.tokens,
+            parts=self.clock.end(),
+            deaths=self.tally.deaths,
+            joins=self.tally.joins,
+            moves=self.tally.moves,
+            lost_stages=self.tally.lost_stages,
+            undone_steps=view.account.undone // job.microbatches if view is not None else 0,
+            peer_hours=tuple(self._bill.hours),
+            sent_bytes=tuple(self._bill.sent_bytes),
+            stuck=f"{stuck} at {units.duration(self.kernel.now)}" if stuck else "",
+            digest=self.context.history.digest(),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of training to the newest commit."""
+        times_s, began_s = self.watch.commits.times_s, self.context.timeline.began_s
+        return times_s[-1] - began_s if times_s and began_s is not None else 0.0
+
+    def _second(self, progress: Callable[[float], None]) -> None:
+        progress(self.kernel.now)
+        self.kernel.after(1.0, self._second, progress)
+
+    # ------------------------------------------------------------------------------------------------- coming and going
+
+    def _come(self, who: Who) -> None:
+        self._asked[who[0]] = who[1], self.kernel.now
+        self.kernel.after(self._start_s, self._start, who)
+
+    def _start(self, who: Who) -> None:
+        if self._asked.get(who[0], (-1, 0.0))[0] == who[1]:
+            self.tally.joins += 1
+            self.boot(who)
+
+    def _go(self, key: int) -> None:
+        self._spend()
+        self._leave(key)
+        for node in list(self.nodes.values()):
+            if node.process.key == key:
+                self.tally.deaths += 1
+                self.kill(node)
+                if self._breaks:
+                    self._break(node.name)
+
+    def _break(self, gone: m.Peer) -> None:
+        """What a process leaves behind are broken connections: everybody is told, its own delay later."""
+        assert self.case.wire is not None
+        for name, node in self.nodes.items():
+            link = self.case.wire.link(gone, name)
+            self.kernel.after(link[0] if link else 0.0, node.receive, m.Unreachable(gone))
+
+    def _leave(self, key: int) -> None:
+        _, since_s = self._asked.pop(key)
+        kind = self._job.machines.kind_of[self._seated[key]]
+        self._bill.hours[kind] += (self.kernel.now - since_s) / HOUR_S
+
+    def boot(self, who: Who) -> None:
+        if who[0] in self._asked:  # a process that ended itself is started again only where its machine still is
+            super().boot(who)
+
+    # ------------------------------------------------------------------------------------------------------------ looks
+
+    def _new_node(self, process: Process) -> Node:
+        node = super()._new_node(process)
+        machines = self._job.machines
+        kind = machines.kind_of[self._seated[process.key]]
+        node.runner.pace = JobPace(self._job, machines.kinds[kind], kind, self.clock.busy)
+        return node
+
+    def _begin_faults(self) -> None:
+        self.context.timeline.began_s = self.kernel.now
+
+    def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
+        if values and source != target:
+            assert self.case.wire is not None
+            kind = self._job.machines.kind_of[self._seated[_key(source)]]
+            self._bill.sent_bytes[kind] += sum(self.case.wire.nbytes(value, 0) for value in values)
+        elif type(message) is m.Round and not self.clock.round_open:
+            self._spend()
+            self.clock.round_open, self.clock.failed = True, False
+        super().carry(source, target, message, values, honest=honest)
+
+    def agreed(self, node: Node, view: m.View) -> None:
+        before = self.watch.newest
+        if before is None or view.number > before.number:
+            self._spend()
+            if before is not None:
+                self._look(before, view)
+        super().agreed(node, view)
+        if view.step >= self._steps:
+            self.kernel.stop()
+
+    def _look(self, before: m.View, view: m.View) -> None:
+        clock = self.clock
+        if view.epoch > before.epoch and not view.kept:
+            self.tally.lost_stages += 1
+            clock.back(view.step)
+        elif view.last is not None and view.last != before.last:
+            clock.commit(view, view.account.redone - self._redone)
+            self._redone = view.account.redone
+        elif clock.round_open and view.members != before.members:
+            clock.round_open, clock.failed = False, True  # a round that lists who is gone ends
+        stage_of = {one.peer: one.stage for one in before.members}
+        self.tally.moves += sum(
+            one.stage != stage_of.get(one.peer, one.stage) and one not in before.joining for one in view.joining
+        )
+
+    def _spend(self) -> None:
+        self.clock.spend(self.kernel.now, self.watch.newest, set(self.nodes))
+
+
+def _settings_of(job: Job) -> m.Settings:
+    """The run's, or what the job says where it knows no run."""
+    patience = job.patience
+    return job.settings or m.Settings(
+        stages=job.stages,
+        microbatches=job.microbatches,
+        steps=1,
+        heartbeat_s=patience.heartbeat_s,
+        heartbeat_timeout_s=patience.heartbeat_timeout_s,
+        lost_stage_wait_s=patience.lost_stage_wait_s,
+        home=job.stages == 1,
+    )
+
+
+def _planned_of(job: Job) -> dict[str, Any]:
+    """Settings that say what the plan says."""
+    seats, machines = job.seats, job.machines
+    seat_of = {slot: seat for seat, slot in enumerate(seats.seated)}
+    routes = [seats.routes[slot] for slot in seats.seated] if seats.routes else []
+    return {
+        "stage_seconds": tuple(
+            max(float(job.reported_s[machines.kind_of[slot], stage]) for slot in seats.replicas(stage))
+            for stage in range(job.stages)
+        ),
+        "seats": tuple(job.stage_of[slot] for slot in seats.seated),
+        "routes": tuple(tuple(tuple(seat_of[device] for device in turns) for turns in each) for each in routes),
+        "line_rates": tuple(seats.line_rates[slot] for slot in seats.seated) if seats.line_rates else (),
+    }
+
+
+def case_of(job: Job, peers: int, seed: int) -> Case:
+    """`peers`: training begins when so many are there."""
+    seats, machines = job.seats, job.machines
+    seated = seats.seated
+    lengths = tuple(max(1, round(nbytes / VALUE_BYTES)) for nbytes in job.state_bytes)
+    settings = msgspec.structs.replace(
+        _settings_of(job),
+        **_planned_of(job),
+        stages=job.stages,
+        microbatches=job.microbatches,
+        steps=int(job.steps) if math.isfinite(job.steps) else 1 << 40,
+        peers=peers,
+        inflight=seats.inflight,
+        save_every=job.save_every,
+        save_last=False,
+        staleness=seats.staleness,
+        heldout=0,
+        heldout_every=0,
+        patience=0,
+        tokens=0,
+        place="",
+        copies=1,
+    )
+    kinds = tuple(machines.kind_of[slot] for slot in seated)
+    chunks = min(MOST_CHUNKS, max(1, math.ceil(max(job.state_bytes) / CHUNK_BYTES)))
+    wire = JobWire(
+        lines=tuple(LineRates(machines.kinds[kind].up_Bps, machines.kinds[kind].down_Bps) for kind in kinds),
+        boundary_values=1,
+        gradient_values=lengths[0],
+        job=job,
+        kinds=kinds,
+        lengths=lengths,
+        chunks=chunks,
+    )
+    endless = Scenario(name="forecast", start_s=math.inf, progress_s=math.inf, finish_s=math.inf)
+    return Case(
+        scenario=endless,
+        seed=seed,
+        settings=settings,
+        peers=len(seated),
+        speeds=(1.0,),
+        forward_s=1.0,
+        messages=Messages(),
+        happenings=Happenings(),
+        wire=wire,
+    )
+
+
+def forecast_exact(
+    job: Job,
+    presences: Sequence[Presence],
+    start_s: float,
+    horizon_s: float,
+    seed: int,
+    progress: Callable[[float], None] = lambda now: None,
+) -> History:
+    """One seed's run until the horizon, message by message."""
+    run = ExactRun(job, presences, start_s, seed)
+    run.play(horizon_s, progress)
+    return run.history(seed, horizon_s)
+
+
+def _key(peer: m.Peer) -> int:
+    """`p7.2` is the third process of key 7."""
+    return int(peer[1 : peer.index(".")])
+
+
+def _gathered(presences: Sequence[Presence], stages: int) -> int:
+    """Who is waited for before training begins: the machines that are there first, but for those that go at once."""
+    first_s = min((one.at_s for one in presences if one.joins), default=0.0)
+    there = {one.slot for one in presences if one.joins and one.at_s <= first_s}
+    soon = {one.slot for one in presences if not one.joins and one.at_s <= first_s + SETTLED_S}
+    return max(stages, len(there - soon))

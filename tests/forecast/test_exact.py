@@ -1,0 +1,103 @@
+"""Forecasts message by message: near the aggregated ones, all time accounted for; what takes too long is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tests.forecast.test_forecast import LAB, a_job, always, there, words
+
+from shoal.cli.main import main
+from shoal.forecasting.churn import Presence
+from shoal.forecasting.exact import ExactRun, forecast_exact
+from shoal.forecasting.forecaster import History, Parts, forecast
+from shoal.forecasting.job import Job
+from shoal.forecasting.rates import Played
+from shoal.launcher.planning import forecasting
+
+__all__ = ["there"]
+PARTS = Parts.__struct_fields__
+
+
+def both(job: Job, changes: list[Presence], seconds: float) -> tuple[History, History]:
+    return forecast_exact(job, changes, 0.0, seconds, 0), forecast(job, Played(job), changes, 0.0, seconds, 0)
+
+
+def test_without_churn_every_message_gives_what_the_planner_predicts() -> None:
+    """Of machines that are all alike a played step is up to a tenth too short: docs/forecast.md."""
+    job = a_job(6)
+    exact, aggregated = both(job, always(6), 200.0)
+    assert exact.steps == pytest.approx(aggregated.steps, rel=0.12)
+    assert exact.tokens == exact.steps * job.microbatches * job.tokens
+    assert (exact.deaths, exact.joins, exact.moves, exact.stuck) == (0, 6, 0, "")
+    assert exact.peer_hours == pytest.approx(aggregated.peer_hours)
+
+
+def test_all_of_the_time_is_accounted_for_by_message() -> None:
+    changes = always(6, Presence(60.0, 1, False), Presence(90.0, 1, True), Presence(140.0, 2, False))
+    exact = forecast_exact(a_job(6), changes, 5.0, 300.0, 0)
+    parts = [getattr(exact.parts, part) for part in PARTS]
+    assert min(parts) >= 0 and sum(parts) == pytest.approx(300.0)
+    assert (exact.deaths, exact.joins) == (2, 7) and exact.parts.joining >= 5.0 and exact.parts.waiting > 1.0
+    assert exact.peer_hours[0] == pytest.approx((6 * 300 - 30 - 160) / 3600)
+
+
+def test_a_machine_that_vanishes_is_noticed_by_its_silence_and_a_process_by_its_connections() -> None:
+    given = a_job(6)
+    assert given.patience.detection_s > given.patience.heartbeat_timeout_s
+    broken = msgspec.structs.replace(given.patience, detection_s=1.7)
+    waits = []
+    for patience in (given.patience, broken):
+        job = msgspec.structs.replace(given, patience=patience)
+        waits.append(forecast_exact(job, always(6, Presence(60.0, 1, False)), 0.0, 120.0, 0).parts.waiting)
+    assert waits[0] > 2 * waits[1] > 0.5  # its share of the requests waits for 4.4 s, or for 1.7 s
+
+
+def test_one_history_for_one_seed_and_another_for_another() -> None:
+    job, changes = a_job(4), always(4, Presence(40.0, 1, False))
+    one, again, other = (forecast_exact(job, changes, 0.0, 80.0, seed) for seed in (0, 0, 1))
+    assert one == again and one.digest != other.digest
+
+
+def test_pairs_and_lines_are_the_jobs_own() -> None:
+    """Delays between kinds, and a stage's own bytes: a longer link or a narrower line makes a step as much longer as the planner says."""
+    job = a_job(4)
+    near = forecast_exact(job, always(4), 0.0, 200.0, 0).steps
+    far = msgspec.structs.replace(job, machines=msgspec.structs.replace(job.machines, delay_s=np.array([[0.4]])))
+    thick = msgspec.structs.replace(job, seats=msgspec.structs.replace(job.seats, gradient_bytes=(1e8, 1e8)))
+    for slow in (far, thick):
+        step = Played(slow)(np.array(slow.stage_of))
+        assert step is not None
+        steps = forecast_exact(slow, always(4), 0.0, 400.0, 0).steps
+        assert steps < 2 * near and steps == pytest.approx(400.0 / step.step_s, rel=0.15)
+
+
+def test_no_majority_is_said_in_words_by_message() -> None:
+    exact = forecast_exact(a_job(4), always(4, *(Presence(60.0, slot, False) for slot in (0, 1, 2))), 0.0, 120.0, 0)
+    assert "1 of 4 voters live" in exact.stuck and exact.parts.stalled > 50
+
+
+def test_a_run_can_be_played_for_so_many_steps() -> None:
+    run = ExactRun(a_job(4), always(4), 0.0, 0)
+    run.play(math.inf, steps=3)
+    assert len(run.watch.commits.times_s) == 3 and run.seconds > 0
+
+
+def test_the_command_reports_every_message_like_the_other_forecast(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words("--exact", "--hours", "0.02", "--seeds", "2")) == 0
+    text = capsys.readouterr().out
+    assert "message by message" in text and "goodput" in text and "joining" in text
+
+
+def test_what_would_take_too_long_is_refused_with_how_long(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecasting, "PROBE_S", 0.05)
+    assert main(["forecast", LAB, "--cluster", "cluster.toml", "--hours", "8000", "--seeds", "9", "--exact"]) == 2
+    said = capsys.readouterr().err
+    assert "--exact: 9 seeds of 8000 hours would take about" in said and "no --exact" in said
