@@ -113,7 +113,13 @@ def case_of(kind: str, peers: int, liars: int, seed: int) -> Case:
     acts = [MIXED[(seed + at) % len(MIXED)] if kind == "mixed" else kind for at in range(len(keys))]
     hostile = tuple(Hostile(key, "member", tuple(act.split("+")), 0.0) for key, act in zip(keys, acts, strict=True))
     return msgspec.structs.replace(
-        case, settings=settings, hostile=hostile, rounds=1.0, states=1.0, speeds=tuple(case.speeds), nonfinite=frozenset()
+        case,
+        settings=settings,
+        hostile=hostile,
+        rounds=1.0,
+        states=1.0,
+        speeds=tuple(case.speeds),
+        nonfinite=frozenset(),
     )
 
 
@@ -133,9 +139,7 @@ def line_of(kind: str, played: list[Played], honest: list[Played], liars: int) -
     broken = sum(bool(one.violations) for one in played)
     seconds = [f"{statistics.median(of):.0f} s" if of else "never" for of in (first, last)]
     all_out = f"{len(last)} of {len(played)}"
-    text = (
-        f"{kind or 'honest':17} {share:6.0%} {late:6.0%} {seconds[0]:>8} {seconds[1]:>8} {all_out:>9} {times:6} {harmed:7} {broken:6}"
-    )
+    text = f"{kind or 'honest':17} {share:6.0%} {late:6.0%} {seconds[0]:>8} {seconds[1]:>8} {all_out:>9} {times:6} {harmed:7} {broken:6}"
     row = {
         "kind": kind or "honest", "share": round(share, 3), "last_half": round(late, 3), "first": seconds[0],
         "last": seconds[1], "all_out": all_out, "evictions": times, "harmed": harmed, "broken": broken,
@@ -172,7 +176,13 @@ def main() -> int:
                 for what in (*(one.wronged if given.harmed else ()), *one.violations[:3]):
                     print(f"    seed {seed}: {what[:400]}", flush=True)
     least = min((float(str(row["share"])) for row in rows[1:]), default=1.0)
-    setting = {"peers": given.peers, "liars": given.liars, "seconds": given.seconds, "seeds": given.seeds, "kinds": rows}
+    setting = {
+        "peers": given.peers,
+        "liars": given.liars,
+        "seconds": given.seconds,
+        "seeds": given.seeds,
+        "kinds": rows,
+    }
     report("liars, simulated", least, "of the honest run's steps", Target(0.5, "higher"), setting, given.record)
     return 0
 
