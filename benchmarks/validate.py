@@ -466,13 +466,17 @@ def scored(pairs: list[tuple[Configuration, Measured]], left_out: dict[str, str]
             f"| {one.seed} | {one.words} | {forecast:.2f} | {step_s(run):.2f} | {rows[str(one.seed)][2]:+.1f} % | {kind} |"
         )
     for one, run in (pair for pair in pairs if pair[0].churn):
-        forecast, have = churned(with_constants(one.job, *constants), run)
+        forecast, exact, have = churned(with_constants(one.job, *constants), run)
         errors["kills"].append(100 * abs(forecast / have - 1))
         steps = len(run.commits_s) - 1
         points.append((have / steps, forecast / steps, "kills and joins, a step's share"))
-        rows[str(one.seed)] = [round(forecast, 2), round(have, 2), round(100 * (forecast / have - 1), 1)]
+        rows[str(one.seed)] = [
+            *(round(each, 2) for each in (forecast, exact, have)),
+            round(100 * (forecast / have - 1), 1),
+        ]
         print(
-            f"| {one.seed} | {one.words} | {forecast:.1f} | {have:.1f} | {rows[str(one.seed)][2]:+.1f} % | {steps} steps |"
+            f"| {one.seed} | {one.words} | {forecast:.1f} | {have:.1f} | {rows[str(one.seed)][3]:+.1f} % | {steps} steps,"
+            f" every message {exact:.1f} |"
         )
     if args.plot:
         plotted(points, args.plot)
