@@ -215,7 +215,10 @@ def child(number: int, kind: str, config: Config, invite: str, answers: m.KnownA
 
 async def take_part(number: int, kind: str, config: Config, invite: str, answers: m.KnownAnswers, folder: Path) -> None:
     role, loading = build.PeerRole(first=number == 0), Future[build.Loaded]()
-    loading.set_result(build.Loaded(build.runner(config), answers))
+    loaded = build.load(config)
+    build.check(config)
+    loaded.checked.set_result(None)
+    loading.set_result(loaded._replace(answers=answers))
     async with build.peer(config, role, read_invite(invite, 0.0), loading, None) as node:
         name = folder / f"{number}.json"
         name.with_suffix(".new").write_bytes(

@@ -228,6 +228,8 @@ class Insider(Attacker):
 async def as_member(config: configuration.Config, invite: Invite, given: argparse.Namespace, run: Watched) -> Phase:
     loading = Future[build.Loaded]()
     loading.set_result(build.load(config))
+    build.check(config)
+    loading.result().checked.set_result(None)
     async with build.peer(config, build.PeerRole(), invite, loading, None) as node:
         insider = Insider(node, node.contacts.directory, given.kinds)
         training = asyncio.create_task(node.run())

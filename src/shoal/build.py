@@ -47,6 +47,7 @@ from shoal.transport.relay import Relays
 from shoal.transport.tls import Place, TlsTransport
 
 if TYPE_CHECKING:  # what imports torch is imported where a peer is built: an operator and an invite need none of it
+    from shoal.executor.base import Executor
     from shoal.runtime.alone import Alone
     from shoal.runtime.checkpoints.checkpoint import Store
     from shoal.runtime.data.dataset import Dataset
@@ -73,6 +74,7 @@ class Loaded(NamedTuple):
 
     runner: TaskRunner
     answers: KnownAnswers  # executor/answers.py
+    checked: Future[None]  # see `check`; the runner builds no stage before
 
 
 def data(config: Config) -> Dataset:
@@ -107,29 +109,45 @@ def preload(config: Config) -> None:
         known_answers(config)
 
 
-def runner(config: Config, first_step: int = 0, run: str | None = None) -> TaskRunner:
-    """The tensors, data and files of one peer. Slow (imports, data) and without the network.
+def load(config: Config, first_step: int = 0, run: str | None = None) -> Loaded:
+    """What a peer needs to begin: its data, its files, its answers. Without the network, and without the model's classes, whose import
+    takes longest: a peer joins and downloads its stage's state meanwhile. Call `check` for them.
 
     `run`: the id of the key that founded it, whose checkpoints are read and written.
-    ValueError: the model cannot be cut as asked or does not fit this machine, the data is missing, or the checkpoint is foreign."""
+    ValueError: the data is missing or another than the run's, or the checkpoint is foreign."""
+    from shoal.executor import create
+    from shoal.executor.answers import known_answers
     from shoal.runtime.tasks.task_runner import TaskRunner
 
-    if config.device.executor == "emulated":
-        return TaskRunner(config, None, _store(config, run))
-    if config.run.serve:
-        from shoal import executor
-        from shoal.model import stages
+    checked = Future[None]()
 
-        stages.check(config)
-        executor.check(config)
-        return TaskRunner(config)
-    return TaskRunner(config, *_data_and_store(config, first_step, run))
+    def make(config: Config, stage: int) -> Executor:
+        checked.result()
+        return create(config, stage)
+
+    dataset, store = None, None
+    if config.device.executor == "emulated":
+        store = _store(config, run)
+    elif not config.run.serve:
+        dataset, store = _data_and_store(config, first_step, run)
+    return Loaded(TaskRunner(config, dataset, store, make), known_answers(config), checked)
+
+
+def check(config: Config) -> None:
+    """Imports the model's classes. ValueError: the model cannot be cut as asked or does not fit this machine. No weights are read or
+    allocated."""
+    from shoal import executor
+    from shoal.model import stages
+
+    stages.check(config)
+    executor.check(config)
 
 
 def trainer_alone(config: Config, first_step: int = 0, run: str | None = None) -> Alone:
-    """The whole model on this machine. `run` and ValueErrors as for `runner`."""
+    """The whole model on this machine. `run` and ValueErrors as for `load` and `check`."""
     from shoal.runtime.alone import Alone
 
+    check(config)
     return Alone(config, *_data_and_store(config, first_step, run), first_step)
 
 
@@ -139,20 +157,8 @@ def load_network(config: Config) -> None:
         load_libp2p()
 
 
-def load(config: Config, first_step: int = 0, run: str | None = None) -> Loaded:
-    """Slow, and without the network. Errors: as `runner`."""
-    from shoal.executor.answers import known_answers
-
-    return Loaded(runner(config, first_step, run), known_answers(config))
-
-
 def _data_and_store(config: Config, first_step: int, run: str | None) -> tuple[Dataset, Store]:
-    """Data set and checkpoint store, after every check that is possible before weights are allocated."""
-    from shoal import executor
-    from shoal.model import stages
-
-    stages.check(config)
-    executor.check(config)
+    """Data set and checkpoint store; those of another run are refused."""
     dataset, store = data(config), _store(config, run)
     if not dataset.digest.startswith(config.data.digest):
         raise ValueError(
@@ -199,7 +205,7 @@ async def peer(
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
         stack.callback(asyncio.create_task(_greet(directory, transport)).cancel)
         loaded = await asyncio.wrap_future(loading)
-        runner, answers = loaded
+        runner, answers, _ = loaded
         from shoal.runtime.node import Node
 
         header = trace.Header(

@@ -509,10 +509,10 @@ def test_a_machine_with_other_data_than_the_runs_is_refused_by_name(tmp_path: Pa
     words = ["data.source=text", f"data.path={text}", "data.sequence=16", f"run.dir={tmp_path}", "model.layers=3"]
     config = configuration.load(None, words)
     digest = build.data(config).digest
-    build.runner(configuration.load(None, [*words, f"data.digest={digest}"])).close()
+    build.load(configuration.load(None, [*words, f"data.digest={digest}"])).runner.close()
     text.write_text("other words here, " * 40)
     with pytest.raises(ValueError, match=r"the data here is another than the run's: .* data\.digest = '"):
-        build.runner(configuration.load(None, [*words, f"data.digest={digest}"]))
+        build.load(configuration.load(None, [*words, f"data.digest={digest}"]))
 
 
 def test_nobodys_word_but_the_operators_reaches_the_machine(swarm: Swarm, tmp_path: Path) -> None:

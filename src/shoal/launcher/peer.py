@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,7 @@ from shoal.runtime.records.report import Ended, encode
 if TYPE_CHECKING:
     from shoal.build import Loaded
     from shoal.config import Config
+    from shoal.core.messages import Finish
     from shoal.runtime.node import Node
 
 
@@ -110,7 +111,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
             news.reach(node)
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: node.leave("its launcher asks it to"))
-            finish = await node.run()
+            finish = await _run(node, loading.result().checked)
         return Ended(ok=finish.ok, reason=finish.reason)
 
     return asyncio.run(run())
@@ -121,10 +122,33 @@ def _load(spec: PeerSpec, config: Config, loading: Future[Loaded]) -> None:
     threads never import them at once: the network's part is there before this begins."""
     from shoal import build
 
+    future: Future[Any] = loading
     try:
-        loading.set_result(build.load(config, spec.first_step, spec.run))
+        loaded = build.load(config, spec.first_step, spec.run)
+        loading.set_result(loaded)
+        future = loaded.checked
+        build.check(config)
+        future.set_result(None)
     except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-        loading.set_exception(error)
+        future.set_exception(error)
+
+
+async def _run(node: Node, checked: Future[None]) -> Finish:
+    """Until this peer's part is over. Raises what is wrong with the model or this machine, as soon as that is known."""
+    running, loop = asyncio.ensure_future(node.run()), asyncio.get_running_loop()
+
+    def end(check: Future[None]) -> None:
+        if check.exception() is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
+                loop.call_soon_threadsafe(running.cancel)
+
+    checked.add_done_callback(end)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        if checked.done():
+            checked.result()
+        raise
 
 
 class _News:
