@@ -224,7 +224,7 @@ async def peer(
         )
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
-        relays.announce = partial(_name_relays, directory, node.contacts.announce_now)
+        relays.hear(partial(_name_relays, directory, node.contacts.announce_now))
         relays.moved += [partial(_name_hosts, directory, node.contacts.announce_now), lambda hosts: daemon.restart()]
         yield node
 
@@ -250,7 +250,7 @@ async def operator(
         stack.push_async_callback(transport.close)
         directory = _directory(config, (identity, membership), invite.addresses, transport, daemon, lambda record: None)
         stack.push_async_callback(directory.close)
-        relays.announce = partial(_name_relays, directory, lambda: None)
+        relays.hear(partial(_name_relays, directory, lambda: None))
         await directory.start()
         yield transport, directory
 

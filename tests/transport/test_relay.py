@@ -34,7 +34,7 @@ class Host:
         self.identity, self.named = identity, asyncio.Event()
         self.routes: tuple[str, ...] = ()
         self.relays = Relays(identity, self.membership)
-        self.relays.announce = self._announce
+        self.relays.hear(self._announce)
         self.transport = TlsTransport(identity, self.membership, "127.0.0.1", limits=Limits(), relays=self.relays)
 
     def _announce(self, routes: tuple[str, ...]) -> None:
@@ -102,6 +102,19 @@ def test_a_peer_without_an_open_port_is_reached_through_a_relay() -> None:
             assert received.peer == a.name and bytes(received.blobs[0].data) == data
             assert r.relays.service.passed_bytes > len(data)
             assert a.membership.seen == "", "the relay's address is not where this peer's calls come from"
+
+    run(story)
+
+
+def test_who_listens_late_hears_of_the_relays_all_the_same() -> None:
+    """The network of a peer begins while it still loads, and its record is told to others after that."""
+
+    async def story() -> None:
+        async with hosts(2) as (b, r):
+            await b.wait_at(r)
+            late: list[tuple[str, ...]] = []
+            b.relays.hear(late.append)
+            assert late == [(route_of(r),)]
 
     run(story)
 

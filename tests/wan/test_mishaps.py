@@ -40,7 +40,7 @@ async def main():
     def write(routes=()):
         (folder / f".{me}").write_text(json.dumps([transport.name, *transport.address, *routes]))
         (folder / f".{me}").rename(folder / me)
-    relays.announce = write
+    relays.hear(write)
     write()
     async def send():
         sent, known = 0, b""

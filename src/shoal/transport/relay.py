@@ -250,11 +250,11 @@ class RelayService:
 
 
 class Relays:
-    """This peer as a relay (`service`), and waiting at others' relays where it needs that. `announce` receives what its record should
-    name, in the owner's loop."""
+    """This peer as a relay (`service`), and waiting at others' relays where it needs that."""
 
     def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
-        self.announce: Callable[[tuple[str, ...]], None] = lambda routes: None
+        self._announce: Callable[[tuple[str, ...]], None] = lambda routes: None
+        self._named: tuple[str, ...] = ()  # in its record, once somebody hears of them
         self.moved: list[
             Callable[[tuple[str, ...]], None]
         ] = []  # called in the owner's loop: other addresses from now on
@@ -269,6 +269,12 @@ class Relays:
         self._hosts: Callable[[], tuple[str, ...]] = tuple
         self._offers: set[asyncio.Task[None]] = set()
         self._open = False
+
+    def hear(self, announce: Callable[[tuple[str, ...]], None]) -> None:
+        """From now on `announce` receives what this peer's record should name: at once what it should name by now. In the owner's loop."""
+        self._announce = announce
+        if self._named:
+            announce(self._named)
 
     def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], tuple[str, ...]]) -> None:
         """`take` gets each connection that a caller has reached this peer through; `hosts` are this machine's own addresses."""
@@ -304,7 +310,6 @@ class Relays:
 
     async def _look(self) -> None:
         """Keep as many connections waiting as this peer needs."""
-        named: tuple[str, ...] = ()
         hosts = self._hosts()
         tasks: Counter[RelayRoute] = Counter()
         while True:
@@ -320,9 +325,9 @@ class Relays:
                     task.add_done_callback(self._offers.discard)
                     task.add_done_callback(lambda _, place=place: tasks.subtract([place]))  # type: ignore[misc]
             routes = tuple(place.text for place, count in self._accepted.items() if count > 0)
-            if routes != named:
-                named = routes
-                self._loop.call_in_owner(lambda routes=routes: self.announce(routes))  # type: ignore[misc]
+            if routes != self._named:
+                self._named = routes
+                self._loop.call_in_owner(lambda routes=routes: self._announce(routes))  # type: ignore[misc]
 
     def _move(self, hosts: tuple[str, ...]) -> None:
         """This machine has other addresses: whatever waits elsewhere under the old ones waits in vain."""
