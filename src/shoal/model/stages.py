@@ -176,7 +176,7 @@ def build(
 ) -> HuggingFaceStage | sequential.SequentialStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut. Frozen weights are those of `model.path`, in
-    train.dtype."""
+    train.dtype, as are all that run.serve only computes with."""
     if (own := sequential.own_sequential(config)) is not None:
         return sequential.own_stage(own, config, stage, source, device)
     model, parts = _hollow(config)
@@ -234,9 +234,9 @@ def whole(config: Config, source: str | None = None, device: str = "cpu") -> Pre
 
 
 def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
+    adapters.narrow(model, config)
     if config.tune.method == "full":
         return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    adapters.narrow(model, config)
     materialise(model, seed=config.run.seed, source=config.model.path)
     adapters.attach(model, config)
     if source is not None:

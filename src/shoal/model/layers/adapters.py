@@ -47,8 +47,8 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
 
 
 def narrow(model: PreTrainedModel, config: Config) -> None:
-    """Before weights are allocated: in train.dtype where they are frozen."""
-    if config.tune.method != "full":
+    """Before weights are allocated: in train.dtype where they are not trained."""
+    if config.tune.method != "full" or config.run.serve:
         for value in model.parameters():
             value.data = value.data.to(DTYPES[config.train.dtype])
 
