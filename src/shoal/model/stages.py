@@ -25,7 +25,7 @@ from shoal.model import sequential
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.layers import adapters, balance, boundary, linear, vocabulary
-from shoal.model.weights import load, materialise
+from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.cache_utils import DynamicCache
@@ -239,10 +239,8 @@ def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
         return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
     materialise(model, seed=config.run.seed, source=config.model.path)
     adapters.attach(model, config)
-    if source is not None:
-        load(model, source)
-    elif config.tune.adapter:
-        adapters.load(model, config.tune.adapter)
+    if source or config.tune.adapter:
+        adapters.load(model, source or config.tune.adapter)
 
 
 class Parts:
