@@ -64,7 +64,7 @@ def load(model: PreTrainedModel, source: str) -> None:
     vocabulary has another size than there, the first rows are kept and further ones are their mean. ValueError: a parameter is missing."""
     shards = shard_of(source)
     tied = getattr(model, "_tied_weights_keys", None) or {}  # models with tied embeddings store one of the two
-    with _reader(source, shards) as read:
+    with reader(source, shards) as read:
         missing = {name: value for name, value in model.named_parameters() if value.requires_grad}
         of_tokens = _of_tokens(model)
         for name in [name for name in missing if name in shards]:
@@ -79,7 +79,7 @@ def load(model: PreTrainedModel, source: str) -> None:
 
 
 @contextmanager
-def _reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
+def reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
     """Gives a tensor of these shards by its name, while it is open."""
     from safetensors import safe_open
 
@@ -100,7 +100,7 @@ def _of_tokens(model: PreTrainedModel) -> set[int]:
 def load_plain(model: nn.Module, source: str | Path) -> None:
     """Read the parameters of a module whose names are those of the checkpoint. ValueError: one is missing or of another shape."""
     shards = shard_of(str(source))
-    with torch.no_grad(), _reader(source, shards) as read:
+    with torch.no_grad(), reader(source, shards) as read:
         for name, parameter in model.named_parameters():
             if name not in shards:
                 raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of this model?")
@@ -181,8 +181,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def shard_of(source: str) -> dict[str, str]:
     """The file of each tensor in the directory. ValueError: no safetensors there."""
-    from safetensors import safe_open
-
     folder = Path(source)
     if (folder / INDEX).is_file():
         shards = _weight_map(folder / INDEX)
@@ -191,6 +189,13 @@ def shard_of(source: str) -> dict[str, str]:
                 raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
         return shards
     if (folder / SINGLE).is_file():
-        with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
+        return tensors_of(folder, SINGLE)
     raise ValueError(f"{source} has neither {SINGLE} nor {INDEX}; other formats of weights are not read")
+
+
+def tensors_of(folder: Path, file: str) -> dict[str, str]:
+    """That file of safetensors, of each tensor in it."""
+    from safetensors import safe_open
+
+    with safe_open(folder / file, framework="pt", device="cpu") as opened:
+        return dict.fromkeys(opened.keys(), file)
