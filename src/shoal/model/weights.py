@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.escaping import UNDECODABLE
+from shoal.model import remote
 from shoal.model.cut import seeded
+from shoal.model.remote import INDEX, SINGLE
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.modeling_utils import PreTrainedModel
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 COLUMNS = 64  # of a vocabulary's matrix that are added up at a time: 64 MiB in fp64 of 128k tokens
 
 
@@ -80,9 +80,19 @@ def load(model: PreTrainedModel, source: str) -> None:
 
 @contextmanager
 def reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
-    """Gives a tensor of these shards by its name, while it is open."""
+    """Gives a tensor of these shards by its name, while it is open. Of a model at a URL each is fetched by then (remote.py)."""
     from safetensors import safe_open
 
+    if (origin := remote.source_of(source)) is not None:
+        of_shard = {shard: remote.Weights(Path(source), origin, shard) for shard in dict.fromkeys(shards.values())}
+
+        def fetched(name: str) -> Tensor:
+            with safe_open(of_shard[shards[name]].file(name), framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+
+        yield fetched
+        return
     with ExitStack() as stack:
         files = {
             shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
@@ -184,7 +194,7 @@ def shard_of(source: str) -> dict[str, str]:
     folder = Path(source)
     if (folder / INDEX).is_file():
         shards = _weight_map(folder / INDEX)
-        for shard in sorted(set(shards.values())):
+        for shard in sorted(set(shards.values())) if remote.source_of(folder) is None else ():
             if Path(shard).name != shard or not (folder / shard).is_file():
                 raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
         return shards

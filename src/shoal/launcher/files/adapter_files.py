@@ -16,6 +16,7 @@ import msgspec
 from shoal.config import Config, Tune
 from shoal.escaping import UNDECODABLE, Faults
 from shoal.launcher.files import weight_files
+from shoal.model import remote
 from shoal.runtime.checkpoints import marker
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -88,7 +89,8 @@ def faults(config: Config) -> Iterator[str]:
         return
     yield from _unlike(stored, tune, where)
     base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
-    if os.path.isdir(base) and (ends := weight_files.ends(base)) and ends != weight_files.ends(here):
+    known = remote.source_of(here) is None and os.path.isdir(base)
+    if known and (ends := weight_files.ends(base)) and ends != weight_files.ends(here):
         yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
     if (place / marker.MARKER).is_file():
         yield from weight_files.faults(

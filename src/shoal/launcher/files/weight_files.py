@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.escaping import UNDECODABLE
+from shoal.model import remote
+from shoal.model.remote import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 END_BYTES = 1 << 16  # of a file, by which two are told apart
 OTHERS = "weights must be safetensors: save_pretrained(..., safe_serialization=True) writes them"
 
@@ -18,14 +19,10 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Entry(msgspec.Struct):
-    """A tensor in a header of safetensors."""
-
-    data_offsets: tuple[int, int]
-
-
 def faults(place: Path, where: str, missing: str = OTHERS) -> Iterator[str]:
     """What is wrong with the shards of a model. `where`: the setting that names it; `missing`: what would bring one that is not there."""
+    if remote.source_of(place) is not None:
+        return  # they are fetched when they are needed
     shards = [SINGLE]
     if (place / INDEX).is_file():
         try:
@@ -47,19 +44,12 @@ def faults(place: Path, where: str, missing: str = OTHERS) -> Iterator[str]:
 
 def torn(file: Path) -> str:
     """What is wrong with a safetensors file by its header; '' when its size is what the header says. OSError: it is not there."""
-    there_bytes = file.stat().st_size
     with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if there_bytes < 8 + header_bytes or header_bytes > 100 << 20:
-            return "is no safetensors file, or its beginning alone"
         try:
-            header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            ends = [msgspec.json.decode(entry, type=_Entry).data_offsets[1] for entry in header.values()]
-        except UNDECODABLE:
-            return "is no safetensors file: its header cannot be read"
-    need_bytes = 8 + header_bytes + max(ends, default=0)
-    return f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn" if there_bytes != need_bytes else ""
+            remote.spans(stream, file.stat().st_size)
+        except remote.Unreadable as error:
+            return str(error)
+    return ""
 
 
 def ends(model: Path) -> list[bytes]:

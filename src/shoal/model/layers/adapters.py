@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
 from shoal.model.layers import nf4
+from shoal.model.remote import name_of
 from shoal.model.weights import reader, shard_of, tensors_of
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def write(model: PreTrainedModel, config: Config, adapters: dict[str, Tensor], d
     from peft import get_peft_model_state_dict, inject_adapter_in_model
     from safetensors.torch import save_file
 
-    inject_adapter_in_model(settings(config.tune, str(Path(config.model.path).resolve())), model, ADAPTER)
+    inject_adapter_in_model(settings(config.tune, name_of(config.model.path)), model, ADAPTER)
     lora = model.peft_config[ADAPTER]  # with the names of the layers that it has found
     lora.inference_mode = True
     lora.save_pretrained(directory)
