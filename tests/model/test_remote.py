@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -30,10 +31,10 @@ START_S = 30.0
 
 
 class Server:
-    """Serves a folder by HTTP with ranges, and counts what it sends."""
+    """Serves a folder by HTTP with ranges, as slowly as it is told, and counts what it sends. `broken`: answers to break off."""
 
     def __init__(self, folder: Path) -> None:
-        self.sent_bytes, self.requests, self.broken = 0, 0, 0
+        self.sent_bytes, self.broken, self.pause_s_per_byte = 0, 0, 0.0
         self._files = Starlette(routes=[Mount("/", StaticFiles(directory=folder))])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -48,7 +49,6 @@ class Server:
             time.sleep(0.01)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.requests += 1
         ranged = any(name == b"range" for name, _ in scope["headers"])
         breaks = ranged and self.broken > 0
         self.broken -= breaks
@@ -57,6 +57,7 @@ class Server:
             body = message.get("body", b"")
             assert isinstance(body, bytes)
             self.sent_bytes += len(body)
+            await asyncio.sleep(self.pause_s_per_byte * len(body))
             if breaks and body:
                 raise ConnectionResetError("as if the line were cut")
             await send(message)
@@ -204,8 +205,11 @@ def test_a_peer_that_ends_within_a_tensor_leaves_none_that_looks_whole(
     assert same(values(config, 1), values(at(str(folder), tmp_path), 1))
 
 
-def test_another_model_at_the_same_url_is_refused(url: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_model_at_the_same_url_is_refused(url: str, folder: Path, tmp_path: Path, begun: bool) -> None:
     config = here(url, tmp_path)
+    if begun:
+        values(config, 1)
     for file in folder.glob("*.safetensors"):
         file.write_bytes(file.read_bytes() + bytes(8))
     with pytest.raises(ValueError, match=r"the model there is another by now\. To read that one: delete "):

@@ -152,7 +152,7 @@ def shape(config: Config) -> Iterator[str]:
     place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"
     if not (place / "config.json").is_file():
         what = "has no config.json" if place.is_dir() else "is no directory"
-        yield f"{where} {what}; it must be a local Hugging Face model directory"
+        yield f"{where} {what}; give a Hugging Face model directory, or a URL of one such as hf://OWNER/MODEL"
         return
     try:
         layers = problem.shape(config).layers

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -270,74 +270,87 @@ def report_to(tell: Tell) -> None:
 
 
 class Weights:
-    """Of one shard of a directory made here: fetches its tensors."""
+    """Of a directory made here: fetches tensors."""
 
-    def __init__(self, here: Path, source: Source, shard: str) -> None:
-        self._whole, self._partial = here / shard, here / (shard + PARTIAL)
-        self._source, self._shard = source, shard
+    def __init__(self, here: Path, source: Source) -> None:
+        self._here, self._source = here, source
         self._files: _Files | None = None
+        self._same: set[str] = set()  # shards that are there as they were
         self._read_bytes, self._told_s = 0, time.monotonic()
 
-    def file(self, name: str) -> Path:
+    def file(self, shard: str, name: str) -> Path:
         """The file that has that tensor by now. ValueError: it cannot be fetched."""
-        if self._whole.is_file():
-            return self._whole
-        with _locked(self._partial.with_name(self._partial.name + ".lock")):
-            if self._whole.is_file():
-                return self._whole
-            tensors = self._begin()
-            fetched = self._partial.with_name(self._partial.name + FETCHED)
-            there = {json.loads(line) for line in fetched.read_text().splitlines()} if fetched.is_file() else set()
+        whole, partial = self._here / shard, self._here / (shard + PARTIAL)
+        if whole.is_file():
+            return whole
+        with _locked(self._here / (shard + ".lock")):
+            if whole.is_file():
+                return whole
+            tensors = self._begin(shard, partial)
+            fetched = self._here / (shard + FETCHED)
+            there = _lines(fetched)
             if name not in there:
                 if name not in tensors:
-                    raise ValueError(f"{self._source.url}/{self._shard} holds no tensor {name!r}")
-                self._fetch(tensors[name])
+                    raise ValueError(f"{self._source.url}/{shard} holds no tensor {name!r}")
+                self._fetch(shard, partial, tensors[name])
                 with fetched.open("a") as stream:
-                    stream.write(json.dumps(name) + "\n")
+                    stream.write(f"\n{json.dumps(name)}\n")  # the line before may be torn
                 there.add(name)
             if there >= tensors.keys():
-                self._partial.rename(self._whole)
+                partial.rename(whole)
                 fetched.unlink()
-                return self._whole
-        return self._partial
+                return whole
+        return partial
 
-    def _begin(self) -> dict[str, Span]:
+    def _begin(self, shard: str, partial: Path) -> dict[str, Span]:
         """The tensors of a file that has the size of the whole; only its header is there at first."""
-        there_bytes = self._source.shards[self._shard]
-        if not self._partial.is_file():
-            files, shard = self._opened(), self._shard
-            now_bytes = files.size(shard)
-            if now_bytes != there_bytes:
-                raise ValueError(
-                    f"{files.url}/{shard} has {now_bytes or 0:,} bytes, and had {there_bytes:,} when it was first seen: the model there is"
-                    f" another by now. To read that one: delete {self._whole.parent}"
-                )
-            head = files.head(shard, there_bytes)
-            _spans(files.url, shard, head, there_bytes)
-            draft = self._partial.with_name(self._partial.name + ".new")
+        there_bytes = self._source.shards[shard]
+        if not partial.is_file():
+            head = self._at(shard).head(shard, there_bytes)
+            _spans(self._source.url, shard, head, there_bytes)
+            draft = partial.with_name(partial.name + ".new")
             with draft.open("wb") as out:
                 out.write(head)
                 out.truncate(there_bytes)
-            draft.rename(self._partial)
-        with self._partial.open("rb") as stream:
+            draft.rename(partial)
+        with partial.open("rb") as stream:
             return spans(stream, there_bytes)
 
-    def _fetch(self, span: Span) -> None:
-        with self._partial.open("r+b") as out:
+    def _fetch(self, shard: str, partial: Path, span: Span) -> None:
+        files = self._at(shard)
+        with partial.open("r+b") as out:
             for start in range(span.start, span.stop, PART_BYTES):
                 stop = min(start + PART_BYTES, span.stop)
                 out.seek(start)
-                out.write(self._opened().part(self._shard, start, stop))
+                out.write(files.part(shard, start, stop))
                 self._read_bytes += stop - start
                 if time.monotonic() - self._told_s > TELL_S:
                     self._told_s = time.monotonic()
-                    _tell(f"reads weights from {self._source.url}: {size(self._read_bytes)} of {self._shard} so far")
+                    _tell(f"reads weights from {files.url}: {size(self._read_bytes)} so far")
             out.flush()
             os.fsync(out.fileno())
 
-    def _opened(self) -> _Files:
-        self._files = self._files or _Files(self._source.url)
-        return self._files
+    def _at(self, shard: str) -> _Files:
+        """What is at the URL, where that shard is the one that was first seen. ValueError: it is another by its size."""
+        files = self._files = self._files or _Files(self._source.url)
+        if shard not in self._same:
+            now_bytes, then_bytes = files.size(shard) or 0, self._source.shards[shard]
+            if now_bytes != then_bytes:
+                raise ValueError(
+                    f"{files.url}/{shard} has {now_bytes:,} bytes, and had {then_bytes:,} when it was first seen: the model there is"
+                    f" another by now. To read that one: delete {self._here}"
+                )
+            self._same.add(shard)
+        return files
+
+
+def _lines(fetched: Path) -> set[str]:
+    """The tensors that are there. The last line may be torn: that one is fetched again."""
+    names = set()
+    for line in fetched.read_text().splitlines() if fetched.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            names.add(json.loads(line))
+    return names
 
 
 def complete(path: str | Path) -> None:
@@ -345,9 +358,9 @@ def complete(path: str | Path) -> None:
     source, here = source_of(path), Path(path)
     if source is not None:
         index = msgspec.json.decode((here / INDEX).read_bytes(), type=_Index)
-        shards = {shard: Weights(here, source, shard) for shard in source.shards}
+        weights = Weights(here, source)
         for name, shard in index.weight_map.items():
-            shards[shard].file(name)
+            weights.file(shard, name)
 
 
 @contextmanager

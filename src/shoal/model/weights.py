@@ -84,10 +84,10 @@ def reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[
     from safetensors import safe_open
 
     if (origin := remote.source_of(source)) is not None:
-        of_shard = {shard: remote.Weights(Path(source), origin, shard) for shard in dict.fromkeys(shards.values())}
+        there = remote.Weights(Path(source), origin)
 
         def fetched(name: str) -> Tensor:
-            with safe_open(of_shard[shards[name]].file(name), framework="pt", device="cpu") as file:
+            with safe_open(there.file(shards[name], name), framework="pt", device="cpu") as file:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
 
