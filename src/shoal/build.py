@@ -6,6 +6,7 @@ Only this module chooses transport, directory and machine. For launcher/peer.py 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from shoal import trace
 from shoal.config import Config, settings
 from shoal.core.messages import PROTOCOL, KnownAnswers, Peer, Ping
 from shoal.core.peer import PeerMachine
+from shoal.model import remote
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.marker import refuse_foreign
@@ -203,6 +205,7 @@ async def peer(
         stack.push_async_callback(directory.close)
         await directory.start()
         record.tell(Listening(peer=identity.name, addresses=directory.addresses))
+        remote.report_to(_in_loop(partial(_tell_weights, record)))
         stack.callback(asyncio.create_task(_greet(directory, transport)).cancel)
         loaded = await asyncio.wrap_future(loading)
         runner, answers, _ = loaded
@@ -309,6 +312,21 @@ def _daemon(config: Config, identity: Identity, invite: Invite, port: int, tell:
     port = addresses.ports(network.transport, network.discovery, port)[network.transport != "libp2p"]
     hidden = network.transport != "tls" and network.discovery == "dht"
     return Daemon(identity, network.host, port, invite.addresses if hidden else (), tell)
+
+
+def _tell_weights(record: Recorder, text: str) -> None:
+    record.note("state", time.monotonic(), text)
+
+
+def _in_loop(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """The same for any thread."""
+    loop = asyncio.get_running_loop()
+
+    def call(text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this peer's part is over
+            loop.call_soon_threadsafe(tell, text)
+
+    return call
 
 
 def _tell_network(record: Recorder, text: str) -> None:

@@ -23,6 +23,7 @@ from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.escaping import UNDECODABLE
 from shoal.host import free_bytes
+from shoal.model import remote
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
@@ -194,6 +195,9 @@ def invite_settings(
             if path in MACHINE or value == default[section][field]:
                 continue
             if path in FILES and not (path == "data.path" and config.data.source == "huggingface"):
+                if (source := remote.source_of(value)) is not None:
+                    out.setdefault(section, {})[field] = source.url
+                    continue
                 local = path not in ("data.tokenizer", *CODE) or Path(value).expanduser().exists()
                 value = relative(value) if local else value
             out.setdefault(section, {})[field] = value
@@ -355,7 +359,7 @@ def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> d
         raise ValueError(f"--files {files}: no such directory")
     places, missing = {}, []
     for field, name in requested.items():
-        online = field in (PLACE, *CODE) or (field == "data.path" and source == "huggingface")
+        online = field in (PLACE, *CODE) or remote.is_url(name) or (field == "data.path" and source == "huggingface")
         if files is None or online:
             missing.append((field, name, online))
             continue
@@ -376,7 +380,7 @@ def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> d
 def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path | None) -> str:
     requests = "; ".join(f"{_MEANS[field]}: {field} = {name!r}" for field, name, _ in missing)
     overrides = [
-        f"{field}={_SUCH[field] if field != 'data.path' or source != 'huggingface' else name}"
+        f"{field}={name if remote.is_url(name) or (field == 'data.path' and source == 'huggingface') else _SUCH[field]}"
         for field, name, _ in missing
     ]
     directory = [field for field, _, online in missing if not online]

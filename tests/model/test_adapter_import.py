@@ -14,7 +14,8 @@ from tests.runtime.test_node import TINY
 
 from shoal.cli import export
 from shoal.config import Config
-from shoal.launcher import preflight
+from shoal.executor import create
+from shoal.launcher.files import adapter_files
 from shoal.model import stages
 from shoal.runtime.checkpoints import checkpoint
 
@@ -41,7 +42,7 @@ def importing(config: Config, adapter: Path, **tune: object) -> Config:
 
 
 def faults(config: Config) -> list[str]:
-    return list(preflight.adapter(config))
+    return list(adapter_files.faults(config))
 
 
 @pytest.fixture
@@ -89,6 +90,38 @@ def test_an_adapter_that_was_exported_comes_back_with_its_bits(config: Config, t
     assert faults(back) == []
     for one, other in zip(stages.whole(imported).parameters(), stages.whole(back).parameters(), strict=True):
         assert same(one, other)
+
+
+def a_checkpoint(config: Config, folder: Path) -> Path:
+    """Of a run that trained nothing yet, in two shards."""
+    store = checkpoint.Store(str(folder))
+    records = [store.write_shard(1, stage, 2, create(config, stage).state()) for stage in range(2)]
+    return Path(store.publish(1, records, checkpoint.about(config, "", "")))
+
+
+def test_training_goes_on_from_the_adapters_of_another_runs_checkpoint_in_any_cut(
+    config: Config, tmp_path: Path
+) -> None:
+    trained = importing(config, an_adapter(config, tmp_path / "adapter"))
+    place = a_checkpoint(trained, tmp_path / "checkpoints")
+    one = msgspec.structs.replace(importing(config, place), run=msgspec.structs.replace(config.run, stages=1))
+    for again in (importing(config, place), one):
+        assert faults(again) == []
+        whole = dict(stages.whole(trained).named_parameters())
+        for stage in range(again.run.stages):
+            for name, value in stages.build(again, stage).named_parameters():
+                assert same(value, whole[name])
+    assert "has r = 2, and tune.rank = 4" in faults(importing(config, place, rank=4))[0]
+    with pytest.raises(ValueError, match=r"holds model\.layers.*which would get no adapter"):
+        stages.build(importing(config, place, targets=("q_proj",)), 0)
+    model = msgspec.structs.replace(TINY.model, intermediate_size=TINY.model.intermediate_size + 8)
+    other = based(msgspec.structs.replace(TINY, model=model), tmp_path / "other")
+    assert "was trained beside the model in" in faults(importing(other, place))[0]
+    with pytest.raises(ValueError, match=r"is of another base model: its .*mlp.* has shape"):
+        stages.build(importing(other, place), 0)
+    (place / "model-00002-of-00002.safetensors").unlink()
+    (fault,) = faults(importing(config, place))
+    assert "has no model-00002-of-00002.safetensors; copy the files of that checkpoint" in fault
 
 
 def test_a_checkpoint_wins_over_the_adapter_that_training_began_with(config: Config, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def _with_invite(text: str, settings: Sequence[str], files: Path | None, show: S
     from shoal import guest
     from shoal.launcher import preflight
     from shoal.launcher.doctor import machine, run
+    from shoal.model import remote
     from shoal.transport.identity.invite import read_invite
 
     try:
@@ -78,7 +79,7 @@ def _with_invite(text: str, settings: Sequence[str], files: Path | None, show: S
         return _alone([], show)
     config = visitor
     try:
-        config = guest.joined(invite.config, settings, files)
+        config = remote.local(guest.joined(invite.config, settings, files))
         faults = list(preflight.files(config))
     except ValueError as error:
         faults = [str(error)]

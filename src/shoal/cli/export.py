@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.launcher.files import saved
+from shoal.model import remote
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -87,6 +88,8 @@ def merge(source: Path, config: Config, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as draft:
         adapter, merged = Path(draft) / "adapter", Path(draft) / "merged"
         write_adapter(source, config, adapter)
+        remote.report_to(print)
+        remote.complete(config.model.path)
         base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto", use_safetensors=True)
         PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
         _reveal(merged, source, target)

@@ -25,6 +25,7 @@ from shoal.dashboard import forecast_report
 from shoal.forecasting.summary import Forecast, compared
 from shoal.launcher.planning import from_run
 from shoal.launcher.planning.forecasting import Outlook, check, forecasted, histories_of, name_of
+from shoal.model import remote
 
 QUIET_S = 2.0  # a forecast that takes longer says how far it is
 
@@ -124,7 +125,7 @@ def _from_run(
 
 
 def _forecast(outlook: Outlook, file: str | None, settings: list[str]) -> Forecast:
-    tree, progress = config.load(file, settings), _Progress()
+    tree, progress = remote.local(config.load(file, settings)), _Progress()
     name, horizon_s = name_of(file, tree), outlook.hours * 3600
 
     def tell(seed: int, now: float) -> None:

@@ -44,11 +44,12 @@ def main(args: argparse.Namespace) -> int:
     from shoal.launcher.files import checkpoints, rundir
     from shoal.launcher.launcher import Launcher
     from shoal.launcher.session import RunRequest
+    from shoal.model import remote
     from shoal.transport.identity.invite import read_invite
     from shoal.transport.identity.passes import date
 
     invite = read_invite(text, 0.0)
-    config = guest.joined(invite.config, settings, args.files)
+    config = remote.local(guest.joined(invite.config, settings, args.files))
     preflight.refuse(
         [
             *_too_many(args.peers, invite.grant.peers),

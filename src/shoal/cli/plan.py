@@ -32,6 +32,7 @@ from shoal.exit_codes import ExitCode
 from shoal.launcher import preflight
 from shoal.launcher.planning import deciding, replanning
 from shoal.launcher.planning.problem import problem_of
+from shoal.model import remote
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
 from shoal.planner.prediction import play
@@ -90,7 +91,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
-    tree = load(args)  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
+    tree = remote.local(
+        load(args)
+    )  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
     preflight.refuse(_faults(args, tree))
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:

@@ -34,6 +34,7 @@ from shoal.launcher import devices, preflight
 from shoal.launcher.files import checkpoints, rundir
 from shoal.launcher.files.output_files import OutputFiles
 from shoal.launcher.watching.watch import Resumed, RunMonitor
+from shoal.model import remote
 from shoal.runtime.records.report import Agreed, replace
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def configured(words: list[str]) -> Config:
         "device.executor" in word for word in words
     ):
         settings.append("device.executor=swapping")
-    config = configuration.load(files[0] if files else None, [*settings, *ALONE])
+    config = remote.local(configuration.load(files[0] if files else None, [*settings, *ALONE]))
     os.environ.update(devices.allocator(os.environ))
     if config.device.executor == "emulated":
         raise ValueError("device.executor = 'emulated' trains nothing; try device.executor=resident")

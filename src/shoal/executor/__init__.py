@@ -35,7 +35,7 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
         from shoal.model import stages
 
         check_device(config)
-        return Serving(stages.build(config, stage, source=source), config)
+        return Serving(stages.build(config, stage, source=source, device=str(device_of(config))), config)
     if config.device.count > 1:
         check_device(config)
         from shoal.executor import fit

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.config import Config
 from shoal.model import sequential
+from shoal.model.cut import Stage
 from shoal.model.families import hf_config
 from shoal.model.layers.boundary import MODEL_TYPE, parse
 from shoal.numerics import pieces
@@ -254,6 +255,17 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
         flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
         whole_hash.update(flat.data if len(flat) < MIXED_BYTES else _mixed(flat))
     return whole_hash.hexdigest()
+
+
+def base_of(stage: Stage) -> str:
+    """Executor.base of a stage."""
+    frozen = stage.frozen()
+    return digest_of(value.view(torch.uint8) for value in frozen) if frozen else ""
+
+
+def with_base(digest: str, base: str) -> str:
+    """The digest of trained values and of the frozen weights beside them."""
+    return hashlib.sha256(f"{base}{digest}".encode()).hexdigest() if base else digest
 
 
 def _mixed(flat: NDArray[np.uint8]) -> bytes:

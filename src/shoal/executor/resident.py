@@ -7,7 +7,6 @@ parameters. Gradients are added in fp32 in either case.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices
-from shoal.executor.base import DTYPES, NotFinite, digest_of, out_of_memory
+from shoal.executor.base import DTYPES, NotFinite, base_of, out_of_memory, with_base
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
 from shoal.executor.master import Master
@@ -47,8 +46,7 @@ class Resident:
         self.sum = torch.zeros(self.length, dtype=torch.float32, device=self._device)
         self._sums = self._master.views(self.sum)
         self.graphs = Graphs(stage, config)
-        frozen = stage.frozen()
-        self.base = digest_of(value.view(torch.uint8) for value in frozen) if frozen else ""
+        self.base = base_of(stage)
 
     def forward(self, x: Tensor) -> Tensor:
         xs = torch.split(self._input(x), self._slice)
@@ -144,8 +142,7 @@ class Resident:
         self.refresh()
 
     def digest(self) -> str:
-        digest = self._master.digest()
-        return hashlib.sha256(f"{self.base}{digest}".encode()).hexdigest() if self.base else digest
+        return with_base(self._master.digest(), self.base)
 
     def refresh(self) -> None:
         """Round the fp32 parameters into the copies to compute with."""

@@ -1,4 +1,5 @@
-"""A stage that serves texts and trains nothing: its parameters in train.dtype are all it holds. And all stages, for evaluation."""
+"""A stage that serves texts and trains nothing: its weights in train.dtype, or frozen ones with adapters, are all it holds. And all
+stages, for evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.executor.base import DTYPES, check_device, copy_state_, device_of, digest_of, prepare_thread
+from shoal.executor.base import (
+    DTYPES,
+    base_of,
+    check_device,
+    copy_state_,
+    device_of,
+    digest_of,
+    prepare_thread,
+    with_base,
+)
 from shoal.executor.inputs import check_input
 from shoal.model import stages
 from shoal.model.cut import Stage, counted, inputs
@@ -23,13 +33,13 @@ from shoal.model.cut import Stage, counted, inputs
 class Serving:
     """See base.Executor, whose training a run of run.serve never asks for."""
 
-    base = ""
-
     def __init__(self, stage: Stage, config: Config) -> None:
+        """`stage`: on the device to compute on. `state` holds of it what training changes: all weights, or adapters."""
         self._stage, self._dtype, self._device = stage, DTYPES[config.train.dtype], device_of(config)
+        self.base = base_of(stage)
         self._parameters = dict(stage.named_parameters())
         for value in self._parameters.values():
-            value.data = value.data.to(self._device, self._dtype)
+            value.data = value.data.to(self._dtype)
             value.requires_grad_(False)
         self.length = sum(value.numel() for value in self._parameters.values())
         self.sum = torch.zeros(0)
@@ -65,7 +75,7 @@ class Serving:
         copy_state_(self.state(), state)
 
     def digest(self) -> str:
-        return digest_of(self._parameters.values())
+        return with_base(digest_of(self._parameters.values()), self.base)
 
     def refresh(self) -> None:
         """The parameters are computed with as they are."""
@@ -80,9 +90,10 @@ class Chain:
 
     def __init__(self, config: Config, source: Path) -> None:
         """ValueError: a tensor is missing, or this machine has no such device."""
+        run = msgspec.structs.replace(config.run, serve=True)
         if config.model.boundary == "none":
-            run = msgspec.structs.replace(config.run, stages=1, layers=())
-            config = msgspec.structs.replace(config, run=run)
+            run = msgspec.structs.replace(run, stages=1, layers=())
+        config = msgspec.structs.replace(config, run=run)
         check_device(config)
         prepare_thread(config)
         self._batch, self._device = config.device.sequences or config.train.microbatch, str(device_of(config))

@@ -20,16 +20,15 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from shoal import importing
-from shoal.config import Config, Device, Tune
+from shoal.config import Config, Device
 from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
-from shoal.escaping import UNDECODABLE, Faults, describe
+from shoal.escaping import Faults, describe
 from shoal.launcher import devices
+from shoal.launcher.files import adapter_files, weight_files
+from shoal.launcher.files.adapter_files import TOKENIZER_FILES
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
 from shoal.runtime.checkpoints.catalog import url_of
@@ -44,20 +43,6 @@ from shoal.units import size
 HEAD_BYTES = 1 << 16  # of a file of text that are looked at
 FILES = 64  # of a corpus that are looked into
 HUB_S = 1.5  # for the Hugging Face hub to say whether it has a tokenizer; a slow line passes
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
-_OF_ADAPTER: dict[str, tuple[str, object]] = {  # settings by PEFT's names, and PEFT's defaults
-    "rank": ("r", 8),
-    "alpha": ("lora_alpha", 8),
-    "rslora": ("use_rslora", False),
-    "dora": ("use_dora", False),
-}
-# What an adapter's configuration may say beside these without any effect on what it computes.
-_READ = {name for name, _ in _OF_ADAPTER.values()} | set(
-    "peft_type task_type peft_version base_model_name_or_path revision inference_mode auto_mapping target_modules lora_dropout"
-    " init_lora_weights megatron_core qalora_group_size".split()
-)
 VALUE_BYTES = 4  # per parameter in a checkpoint, beside its moments
 
 
@@ -80,7 +65,7 @@ def files(config: Config) -> Iterator[str]:
     """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
-        yield from adapter(config)
+        yield from adapter_files.faults(config)
         if not config.run.serve:
             yield from data(config.data)
             if config.eval.path:
@@ -155,7 +140,7 @@ def model(config: Config) -> Iterator[str]:
     faults = list(shape(config))
     yield from faults
     if config.model.path and not faults:
-        yield from _weights(Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}")
+        yield from weight_files.faults(Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}")
 
 
 def shape(config: Config) -> Iterator[str]:
@@ -167,7 +152,7 @@ def shape(config: Config) -> Iterator[str]:
     place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"
     if not (place / "config.json").is_file():
         what = "has no config.json" if place.is_dir() else "is no directory"
-        yield f"{where} {what}; it must be a local Hugging Face model directory"
+        yield f"{where} {what}; give a Hugging Face model directory, or a URL of one such as hf://OWNER/MODEL"
         return
     try:
         layers = problem.shape(config).layers
@@ -176,102 +161,6 @@ def shape(config: Config) -> Iterator[str]:
     except (ValueError, OSError) as error:
         if "its family's shape is not known here" not in str(error):
             yield describe(error)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-class _Entry(msgspec.Struct):
-    """A tensor in a header of safetensors."""
-
-    data_offsets: tuple[int, int]
-
-
-def _weights(place: Path, where: str) -> Iterator[str]:
-    shards = [SINGLE]
-    if (place / INDEX).is_file():
-        try:
-            index = msgspec.json.decode((place / INDEX).read_bytes(), type=_Index)
-            shards = sorted(set(index.weight_map.values()))
-        except (OSError, *UNDECODABLE) as error:
-            yield f"{place / INDEX} is no index of weights ({type(error).__name__}); copy the model directory again"
-            return
-    for shard in shards:
-        if Path(shard).name != shard or not shard.isprintable():
-            yield f"{place / INDEX} names {shard!r}, which is no file of that directory"
-            return
-        try:
-            if wrong := _torn(place / shard):
-                yield f"{place / shard} {wrong}; copy the model directory again"
-        except OSError:
-            yield f"{where} has no {shard}; weights must be safetensors: save_pretrained(..., safe_serialization=True) writes them"
-
-
-def adapter(config: Config) -> Iterator[str]:
-    """Is tune.adapter a directory of PEFT's whose adapter computes what these settings do, beside the model in model.path?"""
-    tune = config.tune
-    if not tune.adapter:
-        return
-    place, where = Path(tune.adapter).expanduser(), f"tune.adapter = {tune.adapter!r}"
-    try:
-        stored = msgspec.json.decode((place / "adapter_config.json").read_bytes(), type=dict[str, Any])
-        kind = stored["peft_type"]
-    except OSError:
-        yield f"{where} has no adapter_config.json; it must be a directory that PEFT's save_pretrained or `shoal export --adapter` wrote"
-        return
-    except (KeyError, *UNDECODABLE):
-        yield f"{place / 'adapter_config.json'} is no configuration of PEFT's; copy the directory again"
-        return
-    if kind != "LORA":
-        yield f"{where} is an adapter of the kind {kind!r}; 'LORA' is read"
-        return
-    yield from _unlike(stored, tune, where)
-    base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
-    if os.path.isdir(base) and (ends := _ends(base)) and ends != _ends(here):
-        yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
-    try:
-        if wrong := _torn(place / ADAPTER):
-            yield f"{place / ADAPTER} {wrong}; copy the directory again"
-    except OSError:
-        yield f"{where} has no {ADAPTER}: pickled weights are not read, and a checkpoint of a run is exported first (`shoal export`)"
-
-
-def _unlike(stored: dict[str, Any], tune: Tune, where: str) -> Iterator[str]:
-    """What a LoRA adapter's configuration says that these settings do not."""
-    for ours, (theirs, value) in _OF_ADAPTER.items():
-        if (there := stored.get(theirs, value)) != getattr(tune, ours):
-            yield f"{where} has {theirs} = {there!r}, and tune.{ours} = {getattr(tune, ours)!r}; set tune.{ours}={json.dumps(there)}"
-    for name, value in sorted(stored.items()):
-        if value and name not in _READ and value != "none":
-            yield f"{where} has {name} = {value!r}, which is not trained here; merge that adapter into the model and begin a new one"
-
-
-def _ends(model: Path) -> list[bytes]:
-    """The ends of its files of weights, which no two trained models share."""
-    ends = []
-    for file in sorted(model.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - HEAD_BYTES))
-            ends.append(stream.read())
-    return ends
-
-
-def _torn(file: Path) -> str:
-    """What is wrong with a safetensors file by its header; '' when its size is what the header says."""
-    there_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if there_bytes < 8 + header_bytes or header_bytes > 100 << 20:
-            return "is no safetensors file, or its beginning alone"
-        try:
-            header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            ends = [msgspec.json.decode(entry, type=_Entry).data_offsets[1] for entry in header.values()]
-        except UNDECODABLE:
-            return "is no safetensors file: its header cannot be read"
-    need_bytes = 8 + header_bytes + max(ends, default=0)
-    return f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn" if there_bytes != need_bytes else ""
 
 
 def tokenizer(config: Config) -> Iterator[str]:

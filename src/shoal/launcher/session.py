@@ -24,6 +24,7 @@ from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
 from shoal.launcher.watching import page
 from shoal.launcher.watching.watch import Resumed
+from shoal.model import remote
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import plan as plans
 from shoal.planner.strategy.plan import Plan
@@ -88,9 +89,9 @@ class Prepared(msgspec.Struct, frozen=True):
 def read(source: Source, settings: Sequence[str] = ()) -> Config:
     """The checked configuration, with `a.b=c` settings that replace its own. ValueError: all that is wrong with it."""
     if source is None or isinstance(source, str | Path):
-        return configuration.load(source, settings)
+        return remote.local(configuration.load(source, settings))
     tree = configuration.to_tree(source) if isinstance(source, Config) else _copy(source)
-    return configuration.from_tree(configuration.overridden(tree, settings))
+    return remote.local(configuration.from_tree(configuration.overridden(tree, settings)))
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

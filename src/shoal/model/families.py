@@ -152,7 +152,7 @@ def _read(config: Config) -> tuple[dict[str, Any], str]:
     path = config.model.path
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ValueError(f"model.path = {path!r} has no config.json; it must be a local Hugging Face model directory")
+        raise ValueError(f"model.path = {path!r} has no config.json; give a Hugging Face model directory")
     try:
         fields = json.loads(file.read_text())
         layered = fields["model_type"] == boundary.MODEL_TYPE

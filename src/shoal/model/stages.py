@@ -25,7 +25,7 @@ from shoal.model import sequential
 from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.layers import adapters, balance, boundary, linear, vocabulary
-from shoal.model.weights import load, materialise
+from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.cache_utils import DynamicCache
@@ -176,7 +176,7 @@ def build(
 ) -> HuggingFaceStage | sequential.SequentialStage:
     """Stage `stage` of `config.run.stages`, in fp32: from the safetensors directory `source` (or else `model.path`), or
     random from `run.seed` and then equal to that part of `whole`, whatever the cut. Frozen weights are those of `model.path`, in
-    train.dtype."""
+    train.dtype, as are all that run.serve only computes with."""
     if (own := sequential.own_sequential(config)) is not None:
         return sequential.own_stage(own, config, stage, source, device)
     model, parts = _hollow(config)
@@ -234,15 +234,13 @@ def whole(config: Config, source: str | None = None, device: str = "cpu") -> Pre
 
 
 def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
+    adapters.narrow(model, config)
     if config.tune.method == "full":
         return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    adapters.narrow(model, config)
     materialise(model, seed=config.run.seed, source=config.model.path)
     adapters.attach(model, config)
-    if source is not None:
-        load(model, source)
-    elif config.tune.adapter:
-        adapters.load(model, config.tune.adapter)
+    if source or config.tune.adapter:
+        adapters.load(model, source or config.tune.adapter)
 
 
 class Parts:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.escaping import UNDECODABLE
+from shoal.model import remote
 from shoal.model.cut import seeded
+from shoal.model.remote import INDEX, SINGLE
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers.modeling_utils import PreTrainedModel
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 COLUMNS = 64  # of a vocabulary's matrix that are added up at a time: 64 MiB in fp64 of 128k tokens
 
 
@@ -64,7 +64,7 @@ def load(model: PreTrainedModel, source: str) -> None:
     vocabulary has another size than there, the first rows are kept and further ones are their mean. ValueError: a parameter is missing."""
     shards = shard_of(source)
     tied = getattr(model, "_tied_weights_keys", None) or {}  # models with tied embeddings store one of the two
-    with _reader(source, shards) as read:
+    with reader(source, shards) as read:
         missing = {name: value for name, value in model.named_parameters() if value.requires_grad}
         of_tokens = _of_tokens(model)
         for name in [name for name in missing if name in shards]:
@@ -79,10 +79,20 @@ def load(model: PreTrainedModel, source: str) -> None:
 
 
 @contextmanager
-def _reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
-    """Gives a tensor of these shards by its name, while it is open."""
+def reader(source: str | Path, shards: Mapping[str, str]) -> Iterator[Callable[[str], Tensor]]:
+    """Gives a tensor of these shards by its name, while it is open. Of a model at a URL each is fetched by then (remote.py)."""
     from safetensors import safe_open
 
+    if (origin := remote.source_of(source)) is not None:
+        there = remote.Weights(Path(source), origin)
+
+        def fetched(name: str) -> Tensor:
+            with safe_open(there.file(shards[name], name), framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+
+        yield fetched
+        return
     with ExitStack() as stack:
         files = {
             shard: stack.enter_context(safe_open(Path(source) / shard, framework="pt", device="cpu"))
@@ -100,7 +110,7 @@ def _of_tokens(model: PreTrainedModel) -> set[int]:
 def load_plain(model: nn.Module, source: str | Path) -> None:
     """Read the parameters of a module whose names are those of the checkpoint. ValueError: one is missing or of another shape."""
     shards = shard_of(str(source))
-    with torch.no_grad(), _reader(source, shards) as read:
+    with torch.no_grad(), reader(source, shards) as read:
         for name, parameter in model.named_parameters():
             if name not in shards:
                 raise ValueError(f"{source} holds no tensor {name!r}; is it a checkpoint of this model?")
@@ -181,16 +191,21 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def shard_of(source: str) -> dict[str, str]:
     """The file of each tensor in the directory. ValueError: no safetensors there."""
-    from safetensors import safe_open
-
     folder = Path(source)
     if (folder / INDEX).is_file():
         shards = _weight_map(folder / INDEX)
-        for shard in sorted(set(shards.values())):
+        for shard in sorted(set(shards.values())) if remote.source_of(folder) is None else ():
             if Path(shard).name != shard or not (folder / shard).is_file():
                 raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
         return shards
     if (folder / SINGLE).is_file():
-        with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
+        return tensors_of(folder, SINGLE)
     raise ValueError(f"{source} has neither {SINGLE} nor {INDEX}; other formats of weights are not read")
+
+
+def tensors_of(folder: Path, file: str) -> dict[str, str]:
+    """That file of safetensors, of each tensor in it."""
+    from safetensors import safe_open
+
+    with safe_open(folder / file, framework="pt", device="cpu") as opened:
+        return dict.fromkeys(opened.keys(), file)

@@ -35,7 +35,10 @@ class Model(Section, frozen=True):
         str, Meta(description="The model is of this Hugging Face model_type, such as llama, qwen3, mistral or gemma2.")
     ] = "llama"
     path: Annotated[
-        str, Meta(description='Training starts from this Hugging Face model directory; "" draws weights from the seed.')
+        str,
+        Meta(
+            description='Training starts from this Hugging Face model, a directory or a URL; "" draws weights from the seed.'
+        ),
     ] = ""
     factory: Annotated[
         str,

@@ -24,7 +24,9 @@ class Tune(Section, frozen=True):
     ] = "full"
     adapter: Annotated[
         str,
-        Meta(description='Training goes on from the LoRA adapter in this directory of PEFT; "" begins with a new one.'),
+        Meta(
+            description='Training goes on from the LoRA adapter in this directory, of PEFT or a checkpoint; "" begins with a new one.'
+        ),
     ] = ""
     rank: Annotated[int, Meta(ge=1, le=4096, description="An adapter's two matrices have this many inner values.")] = 16
     alpha: Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.config import Config
+from shoal.model import remote
 from shoal.runtime.checkpoints import marker
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def adapted(source: Path, base: str | None = None) -> Config:
         raise ValueError(
             f"{source}: all weights were trained; it is a model directory that transformers loads as it is"
         )
-    model = msgspec.structs.replace(config.model, path=base or config.model.path)
+    path = remote.directory(base, config.run.dir) if base and remote.is_url(base) else base or config.model.path
+    model = msgspec.structs.replace(config.model, path=path)
     if not (Path(model.path) / "config.json").is_file():
         raise ValueError(f"the base model of {source} is not at {model.path}; say where it lies with --base DIR")
     return msgspec.structs.replace(config, model=model)

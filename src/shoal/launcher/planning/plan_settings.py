@@ -16,6 +16,7 @@ from typing import Any
 from shoal import codec
 from shoal import config as configuration
 from shoal.config import Config
+from shoal.model import remote
 from shoal.planner.inputs import cluster as clusters
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy.plan import Plan
@@ -28,9 +29,9 @@ Tree = dict[str, dict[str, Any]]
 def load(path: str | None, settings: Sequence[str], plan: Plan, where: str) -> Config:
     """The run's configuration with what the plan decides; ValueError for a plan of another model or run."""
     whole = ["run.stages=1", "run.peers=1", "run.layers=[]", "run.stage_seconds=[]"]  # its model, whatever its cut was
-    given = configuration.load(path, [*settings, *whole])
+    given = remote.local(configuration.load(path, [*settings, *whole]))
     refuse_other_model(plan, given, where)
-    return configuration.load(path, [*settings, *decided(plan, where), *as_long(plan, given)])
+    return remote.local(configuration.load(path, [*settings, *decided(plan, where), *as_long(plan, given)]))
 
 
 def as_long(plan: Plan, given: Config) -> list[str]:

@@ -16,12 +16,15 @@ from torch import Tensor
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
 from shoal.model.layers import nf4
+from shoal.model.remote import name_of
+from shoal.model.weights import reader, shard_of, tensors_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers.modeling_utils import PreTrainedModel
 
 ADAPTER = "default"  # PEFT's name for a model's only adapter
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PeftModel before the names in its files
 _OTHER_LAYERS = "set tune.targets to the target_modules of its adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,8 +50,8 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
 
 
 def narrow(model: PreTrainedModel, config: Config) -> None:
-    """Before weights are allocated: in train.dtype where they are frozen."""
-    if config.tune.method != "full":
+    """Before weights are allocated: in train.dtype where they are not trained."""
+    if config.tune.method != "full" or config.run.serve:
         for value in model.parameters():
             value.data = value.data.to(DTYPES[config.train.dtype])
 
@@ -87,41 +90,45 @@ def write(model: PreTrainedModel, config: Config, adapters: dict[str, Tensor], d
     from peft import get_peft_model_state_dict, inject_adapter_in_model
     from safetensors.torch import save_file
 
-    inject_adapter_in_model(settings(config.tune, str(Path(config.model.path).resolve())), model, ADAPTER)
+    inject_adapter_in_model(settings(config.tune, name_of(config.model.path)), model, ADAPTER)
     lora = model.peft_config[ADAPTER]  # with the names of the layers that it has found
     lora.inference_mode = True
     lora.save_pretrained(directory)
     named = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER)
     prefixed = {PREFIX + name: value.contiguous() for name, value in named.items()}
-    save_file(prefixed, Path(directory) / "adapter_model.safetensors", {"format": "pt"})
+    save_file(prefixed, Path(directory) / WEIGHTS, {"format": "pt"})
 
 
 def load(model: PreTrainedModel, directory: str) -> None:
-    """Fill the adapters in `model` from a directory of PEFT. ValueError: it adapts other layers, or those of another model."""
+    """Fill the adapters in `model` from a directory of PEFT, or a run's checkpoint. ValueError: it adapts other layers, or those of
+    another model."""
     from peft import get_peft_model_state_dict
-    from safetensors import safe_open
 
-    wanted = (
-        get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-        if any(layers(model))
-        else {}
-    )
-    with safe_open(Path(directory) / "adapter_model.safetensors", framework="pt") as file, torch.no_grad():
-        stored = {name.removeprefix(PREFIX): name for name in file.keys()}
+    where = f"the adapter in {directory!r}"
+    wanted: dict[str, Tensor] = {}
+    if (Path(directory) / WEIGHTS).is_file():
+        shards = tensors_of(Path(directory), WEIGHTS)
+        stored = {name.removeprefix(PREFIX): name for name in shards}
+        if any(layers(model)):
+            wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    else:
+        shards = shard_of(directory)
+        stored = {name: name for name in shards}
+        wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    with reader(directory, shards) as tensor, torch.no_grad():
         for name, value in wanted.items():
             if name not in stored:
-                raise ValueError(f"tune.adapter = {directory!r} holds no {name}: {_OTHER_LAYERS}")
-            shape = tuple(file.get_slice(stored[name]).get_shape())
-            if shape != tuple(value.shape):
+                raise ValueError(f"{where} holds no {name}: {_OTHER_LAYERS}")
+            if (shape := tensor(stored[name]).shape) != value.shape:
                 raise ValueError(
-                    f"tune.adapter = {directory!r} is of another base model: its {name} has shape {shape}, and the one in model.path"
+                    f"{where} is of another base model: its {name} has shape {tuple(shape)}, and the one in model.path"
                     f" needs {tuple(value.shape)}"
                 )
-            value.copy_(file.get_tensor(stored[name]))
+            value.copy_(tensor(stored[name]))
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for name in stored:
         if name.partition(".lora_")[0] in linear:
-            raise ValueError(f"tune.adapter = {directory!r} holds {name}, which would get no adapter: {_OTHER_LAYERS}")
+            raise ValueError(f"{where} holds {name}, which would get no adapter: {_OTHER_LAYERS}")
 
 
 def layers(model: PreTrainedModel) -> Iterable[tuple[str, Any]]:

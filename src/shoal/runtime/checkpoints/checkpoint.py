@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -318,6 +317,7 @@ def about(config: Config, data: str, data_note: str) -> About:
     from shoal.model import sequential
     from shoal.model.families import cuts, hf_config
     from shoal.model.layers import adapters, boundary
+    from shoal.model.remote import name_of
     from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":
@@ -331,7 +331,7 @@ def about(config: Config, data: str, data_note: str) -> About:
     blocks = cuts(config, hf.num_hidden_layers)
     described = {"config.json": boundary.config_json(told, config.model.boundary, blocks) if blocks else told.encode()}
     if config.tune.method != "full":  # transformers then looks for the frozen weights where they are, or says so
-        lora: Any = adapters.settings(config.tune, str(Path(config.model.path).resolve()))  # not annotated by PEFT
+        lora: Any = adapters.settings(config.tune, name_of(config.model.path))  # not annotated by PEFT
         described["adapter_config.json"] = json.dumps(lora.to_dict(), indent=2, default=list).encode()
     return About(config, data, data_note, described | tokenizer)
 

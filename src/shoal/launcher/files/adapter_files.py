@@ -1,0 +1,121 @@
+"""A directory with LoRA adapters, written by PEFT or as a run's checkpoint: the settings it stands for, and what is wrong with it.
+
+For preflight.py, before a run goes on from one, and for saved.py, before one is used. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.config import Config, Tune
+from shoal.escaping import UNDECODABLE, Faults
+from shoal.launcher.files import weight_files
+from shoal.model import remote
+from shoal.runtime.checkpoints import marker
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_OF_ADAPTER: dict[str, tuple[str, object]] = {  # settings by PEFT's names, and PEFT's defaults
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8),
+    "rslora": ("use_rslora", False),
+    "dora": ("use_dora", False),
+}
+# What an adapter's configuration may say beside these without any effect on what it computes.
+_READ = {name for name, _ in _OF_ADAPTER.values()} | set(
+    "peft_type task_type peft_version base_model_name_or_path revision inference_mode auto_mapping target_modules lora_dropout"
+    " init_lora_weights megatron_core qalora_group_size".split()
+)
+_OTHER_FORMATS = (
+    f"has no {WEIGHTS}: pickled weights are not read; load it with PEFT and write it with save_pretrained(...)"
+)
+
+
+def there(place: Path) -> bool:
+    return (place / SETTINGS).is_file()
+
+
+def read(place: Path, where: str) -> dict[str, Any]:
+    """What its adapter_config.json says. ValueError: it is no LoRA adapter. `where`: the setting that names it."""
+    try:
+        stored = msgspec.json.decode((place / SETTINGS).read_bytes(), type=dict[str, Any])
+        kind = stored["peft_type"]
+    except OSError:
+        raise ValueError(
+            f"{where} has no {SETTINGS}; it must be a directory that PEFT's save_pretrained or `shoal export --adapter` wrote, or a"
+            " checkpoint (runs/NAME/checkpoints/step-N) of a run that trained adapters"
+        ) from None
+    except (KeyError, *UNDECODABLE):
+        raise ValueError(f"{place / SETTINGS} is no configuration of PEFT's; copy the directory again") from None
+    if kind != "LORA":
+        raise ValueError(f"{where} is an adapter of the kind {kind!r}; 'LORA' is read")
+    return stored
+
+
+def settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of [tune] that an adapter_config.json stands for. ValueError: it names layers by a pattern."""
+    targets = stored.get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":
+        raise ValueError(
+            f"{where} has target_modules = {targets!r}, a pattern, and names of layers are read; write the list of the layers"
+            f" that have an adapter into its {SETTINGS}"
+        )
+    named = {ours: stored.get(theirs, value) for ours, (theirs, value) in _OF_ADAPTER.items()}
+    return {"method": "lora", "targets": sorted(targets) if isinstance(targets, list) else [], **named}
+
+
+def refuse(config: Config) -> None:
+    """Raise `faults`, if there are any."""
+    if lines := list(faults(config)):
+        raise Faults(lines)
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Is tune.adapter a directory whose adapter computes what these settings do, beside the model in model.path?"""
+    tune = config.tune
+    if not tune.adapter:
+        return
+    place, where = Path(tune.adapter).expanduser(), f"tune.adapter = {tune.adapter!r}"
+    try:
+        stored = read(place, where)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _unlike(stored, tune, where)
+    base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
+    known = remote.source_of(here) is None and os.path.isdir(base)
+    if known and (ends := weight_files.ends(base)) and ends != weight_files.ends(here):
+        yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
+    if (place / marker.MARKER).is_file():
+        yield from weight_files.faults(
+            place, where, "copy the files of that checkpoint from the machines that keep them"
+        )
+        return
+    try:
+        if wrong := weight_files.torn(place / WEIGHTS):
+            yield f"{place / WEIGHTS} {wrong}; copy the directory again"
+    except OSError:
+        yield f"{where} {_OTHER_FORMATS}"
+
+
+def tokenizer(config: Config) -> str:
+    """The directory with the tokenizer of a model that is served or used, and not trained: the adapter's, or its base model's."""
+    place = Path(config.tune.adapter)
+    beside = config.tune.adapter and any((place / file).is_file() for file in TOKENIZER_FILES)
+    return config.tune.adapter if beside else config.model.path
+
+
+def _unlike(stored: dict[str, Any], tune: Tune, where: str) -> Iterator[str]:
+    """What a LoRA adapter's configuration says that these settings do not."""
+    for ours, (theirs, value) in _OF_ADAPTER.items():
+        if (there := stored.get(theirs, value)) != getattr(tune, ours):
+            yield f"{where} has {theirs} = {there!r}, and tune.{ours} = {getattr(tune, ours)!r}; set tune.{ours}={json.dumps(there)}"
+    for name, value in sorted(stored.items()):
+        if value and name not in _READ and value != "none":
+            yield f"{where} has {name} = {value!r}, which is not trained here; merge that adapter into the model and begin a new one"
