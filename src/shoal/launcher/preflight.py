@@ -27,10 +27,11 @@ from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
 from shoal.launcher import devices
-from shoal.launcher.files import adapter_files, weight_files
+from shoal.launcher.files import adapter_files
 from shoal.launcher.files.adapter_files import TOKENIZER_FILES
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
+from shoal.runtime.checkpoints import weight_files
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts

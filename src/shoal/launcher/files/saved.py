@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,14 +47,19 @@ def adapted(source: Path, base: str | None = None) -> Config:
             f"{source}: all weights were trained; it is a model directory that transformers loads as it is"
         )
     recorded = str(adapter_files.read(source, str(source)).get("base_model_name_or_path"))  # the run's may be relative
-    there = recorded if (Path(recorded) / "config.json").is_file() else config.model.path
+    there = recorded if _is_model(recorded) else config.model.path
     model = msgspec.structs.replace(config.model, path=base or there)
-    if not (Path(model.path) / "config.json").is_file():
+    if not _is_model(model.path):
         raise ValueError(f"the base model of {source} is not at {model.path}; say where it lies with --base DIR")
     tune = msgspec.structs.replace(config.tune, adapter=str(source))
     config = msgspec.structs.replace(config, model=model, tune=tune)
     adapter_files.refuse(config)
     return config
+
+
+def _is_model(place: str) -> bool:
+    """Of any text."""
+    return os.path.isfile(os.path.join(place, "config.json"))
 
 
 def _of_peft(source: Path, base: str | None) -> Config:
