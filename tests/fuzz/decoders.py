@@ -6,6 +6,7 @@ bytes that it takes: made here, so that they are of this version. Inputs that on
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import itertools
@@ -26,14 +27,14 @@ from shoal.config import Config, Model, Tune, reading
 from shoal.core import messages as m
 from shoal.dashboard import account
 from shoal.forecasting import churn
-from shoal.launcher import preflight
 from shoal.launcher.chaos import schedule
+from shoal.launcher.files import adapter_files, saved
 from shoal.model import weights
 from shoal.numerics import compress
 from shoal.planner.inputs import cluster, measured
 from shoal.planner.strategy import plan
 from shoal.runtime import state
-from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints import marker, weight_files
 from shoal.runtime.data import rows
 from shoal.runtime.records import report
 from shoal.sim.faults import edges, preemption
@@ -272,18 +273,23 @@ def _line(text: bytes) -> object:
 def _weights_index(data: bytes) -> object:
     (FOLDER / "model").mkdir(exist_ok=True)
     (FOLDER / "model" / weights.INDEX).write_bytes(data)
-    return list(preflight._weights(FOLDER / "model", "model.path"))
+    return list(weight_files.faults(FOLDER / "model", "model.path")), weight_files.fingerprint(FOLDER / "model")
 
 
 def _adapter(data: bytes) -> object:
     (FOLDER / "adapter").mkdir(exist_ok=True)
     (FOLDER / "adapter" / "adapter_config.json").write_bytes(data)
     tune = Tune(method="lora", adapter=str(FOLDER / "adapter"))
-    return list(preflight.adapter(Config(model=Model(path=str(FOLDER)), tune=tune)))
+    with contextlib.suppress(ValueError):
+        saved.adapted(FOLDER / "adapter")
+    return list(adapter_files.faults(Config(model=Model(path=str(FOLDER)), tune=tune)))
 
 
 def _torn(data: bytes) -> object:
-    return _file(preflight._torn, "model.safetensors")(data)
+    folder = FOLDER / "weights"
+    folder.mkdir(exist_ok=True)
+    (folder / weights.SINGLE).write_bytes(data)
+    return weight_files.torn(folder / weights.SINGLE), weight_files.fingerprint(folder)
 
 
 TARGETS = (

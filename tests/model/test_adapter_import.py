@@ -17,7 +17,7 @@ from shoal.config import Config
 from shoal.executor import create
 from shoal.launcher.files import adapter_files
 from shoal.model import stages
-from shoal.runtime.checkpoints import checkpoint
+from shoal.runtime.checkpoints import checkpoint, marker
 
 
 def an_adapter(config: Config, folder: Path, **lora: object) -> Path:
@@ -132,6 +132,29 @@ def test_a_checkpoint_wins_over_the_adapter_that_training_began_with(config: Con
     save_file(trained, tmp_path / "trained" / "model.safetensors")
     resumed = stages.whole(imported, str(tmp_path / "trained"))
     assert all(map(same, resumed.parameters(), plain.parameters()))
+
+
+def test_frozen_weights_are_known_wherever_and_in_however_many_files_they_lie(config: Config, tmp_path: Path) -> None:
+    import transformers
+
+    place = a_checkpoint(config, tmp_path / "checkpoints")
+    training = marker.decoded((place / marker.MARKER).read_bytes())
+    whole = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
+    whole.save_pretrained(tmp_path / "parts", max_shard_size="4KB")
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
+    with torch.no_grad():
+        whole.model.layers[1].mlp.down_proj.weight[-1, -1] += 1
+    whole.save_pretrained(tmp_path / "tuned")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for name, is_it in (("moved", True), ("parts", True), ("tuned", False)):
+        there = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(tmp_path / name)))
+        words = [] if is_it else ["was trained beside the model in"]
+        assert [words[0] in fault for fault in faults(importing(there, place))] == [True] * len(words)
+        if is_it:
+            marker.refuse_foreign(training, there)
+        else:
+            with pytest.raises(ValueError, match="the adapters were trained beside those"):
+                marker.refuse_foreign(training, there)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,6 @@ def test_export_says_what_it_cannot_write(config: Config, tmp_path: Path) -> Non
     ("settings", "says"),
     [
         (["tune.method=lora"], "name its directory with model.path"),
-        (["tune.method=lora", "device.executor=swapping", "device.memory_bytes=1 GiB"], "does not run adapters yet"),
         (["tune.method=lora", "device.count=2"], "shares out all of a stage's weights"),
         (["tune.method=lora", "tune.dora=true", "tune.quantize=nf4"], "try tune.dora=false"),
         (["tune.rank=4"], "tune.rank = 4 has no effect: tune.method = 'full' trains all weights"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal.config import Config
+from shoal.config import Config, Data
 from shoal.dashboard import account
-from shoal.launcher.files import saved
+from shoal.launcher.files import adapter_files, saved
 from shoal.runtime.checkpoints import marker
 
 
@@ -73,9 +73,13 @@ def mean(path: str, samples: int, losses: Iterator[Sequence[tuple[float, int]]],
 
 
 def config_of(source: Path, base: str | None, settings: Sequence[str]) -> Config:
-    """Of the run that wrote the checkpoint; of any other model directory the defaults, with its tokenizer."""
-    if (source / "adapter_config.json").is_file():
+    """Of the run that wrote the checkpoint; of any other directory of a model or an adapter the defaults, with its tokenizer."""
+    if adapter_files.there(source):
         config = saved.adapted(source, base)
+        if not (source / marker.MARKER).is_file():  # PEFT's, which knows no length of samples
+            config = msgspec.structs.replace(
+                config, data=msgspec.structs.replace(config.data, sequence=Data().sequence)
+            )
     elif (source / marker.MARKER).is_file():
         config = marker.decoded((source / marker.MARKER).read_bytes()).config
     else:

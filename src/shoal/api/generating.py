@@ -25,7 +25,7 @@ from shoal.config import Config, settings
 from shoal.core.messages import MOST_SCORES, Peer
 from shoal.escaping import escaped, escaped_lines
 from shoal.launcher import reach
-from shoal.launcher.files import rundir, saved
+from shoal.launcher.files import adapter_files, rundir, saved
 from shoal.launcher.invite_text import invite_text
 from shoal.launcher.invites import Office
 from shoal.transport.identity.invite import Authority, Invite, read_invite
@@ -95,14 +95,15 @@ class Local:
 
         from shoal.model import sequential
 
-        if json.loads((path / "config.json").read_text()).get("model_type") == sequential.MODEL_TYPE:
+        described = path / "config.json"  # an adapter of PEFT's has none
+        if described.is_file() and json.loads(described.read_text()).get("model_type") == sequential.MODEL_TYPE:
             raise ValueError(
                 f"{path}: a model of your own (model.factory); load it with shoal.Checkpoint({str(path)!r}).model()"
             )
         _quiet()
         self.model: Any
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(saved.tokenizer_of(path, base))
             self.model = saved.model_of(path, base).to(device)
         except (OSError, ValueError, KeyError) as error:  # all of them are how transformers says that a file is wrong
             raise ValueError(f"{path}: not a model that can be loaded: {error}") from error
@@ -174,7 +175,7 @@ def door(place: str, tokenizer: str = "") -> Door | None:
             )
         addresses = msgspec.json.decode(listening.read_bytes(), type=tuple[str, ...])
         invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)
-        named = tokenizer or (config.model.path if config.run.serve else config.data.tokenizer)
+        named = tokenizer or (adapter_files.tokenizer(config) if config.run.serve else config.data.tokenizer)
         return Door(config, invite, Office(directory, authority).pass_list(), named)
     return _invited((directory / reach.INVITE).read_text(), tokenizer)
 

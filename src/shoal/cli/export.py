@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shoal.launcher.files import saved
 from shoal.model import remote
+from shoal.runtime.checkpoints import marker
 
 if TYPE_CHECKING:
     from shoal.config import Config
@@ -36,6 +37,8 @@ def main(args: argparse.Namespace) -> int:
     from fsspec.implementations.local import LocalFileSystem
 
     source, target = saved.checkpoint(args.checkpoint), args.adapter or args.merge
+    if not (source / marker.MARKER).is_file():
+        raise ValueError(f"{source} was not written by shoal, which would export it: it has no {marker.MARKER}")
     config = saved.adapted(source, args.base)
     try:
         storage, place = fsspec.core.url_to_fs(target)

@@ -22,8 +22,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 PLACE = (
-    "a checkpoint directory; the directory of a run: while it lives through its peers, else its newest checkpoint; or @FILE,"
-    " an invite to a run that lives"
+    "a directory of a model, a checkpoint or a PEFT adapter; of a run: while it lives through its peers, else its newest"
+    " checkpoint; or @FILE, an invite to a run that lives"
 )
 
 

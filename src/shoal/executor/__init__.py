@@ -18,6 +18,10 @@ def check(config: Config) -> None:
         check_device(config)
         check_memory(config)
         if config.run.serve:
+            if config.tune.method != "full":
+                from shoal.model import stages
+
+                stages.hollow(config, 0)  # by libraries that may not be here
             return
         if config.train.dtype == "bfloat16" and emulates_bf16(device_of(config)):
             log.warning(

@@ -68,7 +68,8 @@ def advice(config: Config, stage: int) -> str:
     if device.executor == "resident":
         needed, what = stage_bytes(stage_shape, config), "device memory before any activation"
     else:
-        needed, what = _values(stage_shape) * host_bytes(config) + moments, "host memory"
+        needed = _values(stage_shape) * host_bytes(config) + moments + frozen_bytes(stage_shape)
+        what = "host memory"
     hints = {
         "device.executor=swapping": device.executor == "resident" and device_of(config).type != "mps",
         "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
@@ -132,7 +133,8 @@ def check_host(config: Config, stage: int) -> Stage:
     moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     round_bytes = min(config.run.averaging_memory_bytes, copies * values)
-    needed, free = values * value_bytes + round_bytes, config.device.host_bytes or free_bytes()
+    frozen = frozen_bytes(stage_shape) * on_host
+    needed, free = values * value_bytes + round_bytes + frozen, config.device.host_bytes or free_bytes()
     if free is None or needed <= free:
         return stage_shape
     source = "device.host_bytes allows" if config.device.host_bytes else "this machine has free"
@@ -144,10 +146,12 @@ def check_host(config: Config, stage: int) -> Stage:
     if enough <= blocks:
         # One machine that trains alone cannot share the model out among stages.
         hints.append(f"run.stages={enough}" if rounds else f"shoal run with run.stages={enough} on several machines")
-    fitting = int(max(free // (value_bytes + copies), (free - config.run.averaging_memory_bytes) // value_bytes))
+    rest = max(0, free - frozen)
+    fitting = int(max(rest // (value_bytes + copies), (rest - config.run.averaging_memory_bytes) // value_bytes))
     raise ValueError(
         f"{where} takes {size(needed)} of host memory ({value_bytes:.4g} bytes for each of {values:,} parameters"
         + (f", {size(round_bytes)} for averaging" if round_bytes else "")
+        + (f", {size(frozen)} of frozen weights" if frozen else "")
         + f"), {source} {size(free)}; about {fitting:,} parameters would fit"
         + (f"; try {' or '.join(hints)}" if hints else "")
     )

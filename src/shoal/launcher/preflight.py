@@ -22,15 +22,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shoal import importing
-from shoal.config import Config, Device
+from shoal.config import Config, Device, Tune
 from shoal.config.sections.data import Data
 from shoal.dashboard import steplog
 from shoal.escaping import Faults, describe
 from shoal.launcher import devices
-from shoal.launcher.files import adapter_files, weight_files
+from shoal.launcher.files import adapter_files
 from shoal.launcher.files.adapter_files import TOKENIZER_FILES
 from shoal.launcher.planning import problem
 from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
+from shoal.runtime.checkpoints import weight_files
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts
@@ -65,6 +66,7 @@ def files(config: Config) -> Iterator[str]:
     """What of the files that the run reads is not here or wrong."""
     if config.device.executor != "emulated":
         yield from model(config)
+        yield from libraries(config.tune)
         yield from adapter_files.faults(config)
         if not config.run.serve:
             yield from data(config.data)
@@ -141,6 +143,15 @@ def model(config: Config) -> Iterator[str]:
     yield from faults
     if config.model.path and not faults:
         yield from weight_files.faults(Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}")
+
+
+def libraries(tune: Tune) -> Iterator[str]:
+    """What adapters need and is not installed here."""
+    needed = {"peft": f"tune.method = {tune.method!r}"} if tune.method != "full" else {}
+    needed |= {"bitsandbytes": f"tune.quantize = {tune.quantize!r}"} if tune.quantize != "none" else {}
+    for library, setting in needed.items():
+        if importlib.util.find_spec(library) is None:
+            yield f"{setting} needs {library}, which is not installed; try pip install 'shoal[tune]'"
 
 
 def shape(config: Config) -> Iterator[str]:

@@ -32,8 +32,12 @@ class Stage(Protocol):
         """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""
         ...
 
+    def named_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Own parameters that are not trained, likewise, in the dtype to compute with."""
+        ...
+
     def frozen(self) -> list[Tensor]:
-        """Own parameters that are not trained, in the dtype to compute with."""
+        """The values of `named_frozen`."""
         ...
 
     def forward(self, x: Tensor) -> Tensor:

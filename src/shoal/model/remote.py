@@ -62,38 +62,60 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Entry(msgspec.Struct):
+class Entry(msgspec.Struct):
     """A tensor in a header of safetensors."""
 
+    dtype: str
+    shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-class Unreadable(ValueError):
-    """A file is no safetensors file."""
+_INDEXES = msgspec.json.Decoder(_Index)
+_HEADERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES = msgspec.json.Decoder(Entry)
+
+
+def shards_of(index: bytes, where: str) -> dict[str, str]:
+    """The file of each tensor, from an index. ValueError: it is none, or names what is no file of that directory."""
+    try:
+        shards = _INDEXES.decode(index).weight_map
+    except UNDECODABLE as error:
+        raise ValueError(
+            f"{where} is no index of weights ({type(error).__name__}); copy the model directory again"
+        ) from None
+    for name in sorted(set(shards.values())):
+        if Path(name).name != name or not name.isprintable() or name.startswith("."):
+            raise ValueError(f"{where} names {name!r}, which is no file of that directory")
+    return shards
+
+
+def header(stream: IO[bytes]) -> tuple[dict[str, Entry], int]:
+    """The tensors in a file of safetensors, and where their data begin. ValueError: it is none."""
+    header_bytes = int.from_bytes(stream.read(8), "little")
+    if header_bytes > HEADER_BYTES:
+        raise ValueError("is no safetensors file, or its beginning alone")
+    try:
+        tensors = _HEADERS.decode(stream.read(header_bytes))
+        tensors.pop("__metadata__", None)
+        return {name: _ENTRIES.decode(entry) for name, entry in tensors.items()}, 8 + header_bytes
+    except UNDECODABLE:
+        raise ValueError("is no safetensors file: its header cannot be read") from None
 
 
 def spans(stream: IO[bytes], there_bytes: int) -> dict[str, Span]:
-    """Of each tensor of a safetensors file of so many bytes, read from its beginning. Unreadable: says why."""
-    header_bytes = int.from_bytes(stream.read(8), "little")
-    if there_bytes < 8 + header_bytes or header_bytes > HEADER_BYTES:
-        raise Unreadable("is no safetensors file, or its beginning alone")
-    try:
-        header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        offsets = {name: msgspec.json.decode(entry, type=_Entry).data_offsets for name, entry in header.items()}
-    except UNDECODABLE:
-        raise Unreadable("is no safetensors file: its header cannot be read") from None
-    first = 8 + header_bytes
+    """Of each tensor of a safetensors file of so many bytes, read from its beginning. ValueError: says what is wrong with it."""
+    entries, first = header(stream)
+    offsets = {name: entry.data_offsets for name, entry in entries.items()}
     need_bytes = first + max((stop for _, stop in offsets.values()), default=0)
     if any(not 0 <= start <= stop for start, stop in offsets.values()) or there_bytes != need_bytes:
-        raise Unreadable(f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn")
+        raise ValueError(f"has {there_bytes:,} bytes of {need_bytes:,}: it is torn")
     return {name: Span(first + start, first + stop) for name, (start, stop) in offsets.items()}
 
 
 def _spans(url: str, name: str, head: bytes, there_bytes: int) -> dict[str, Span]:
     try:
         return spans(BytesIO(head), there_bytes)
-    except Unreadable as error:
+    except ValueError as error:
         raise ValueError(f"{url}/{name} {error}") from None
 
 
@@ -165,12 +187,7 @@ def _describe(url: str, here: Path, weights: bool) -> dict[str, int]:
         return {}
     index = files.small(INDEX)
     if index is not None:
-        try:
-            names = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
-        except UNDECODABLE as error:
-            raise ValueError(f"{url}/{INDEX} is no index of weights: {error}") from None
-        if wrong := [name for name in names if Path(name).name != name or not name.isprintable() or name[0] == "."]:
-            raise ValueError(f"{url}/{INDEX} names {wrong[0]!r}, which is no file of that directory")
+        names = sorted(set(shards_of(index, f"{url}/{INDEX}").values()))
         _write(here / INDEX, index)
     else:
         names = [SINGLE]
@@ -357,9 +374,8 @@ def complete(path: str | Path) -> None:
     """Fetch all that is missing, for a program that reads whole files."""
     source, here = source_of(path), Path(path)
     if source is not None:
-        index = msgspec.json.decode((here / INDEX).read_bytes(), type=_Index)
         weights = Weights(here, source)
-        for name, shard in index.weight_map.items():
+        for name, shard in shards_of((here / INDEX).read_bytes(), str(here / INDEX)).items():
             weights.file(shard, name)
 
 

@@ -100,6 +100,9 @@ class SequentialStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
 
+    def named_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
     def frozen(self) -> list[Tensor]:
         return []
 

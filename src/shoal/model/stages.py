@@ -98,8 +98,11 @@ class HuggingFaceStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, value) for name, value in self.model.named_parameters() if value.requires_grad)
 
+    def named_frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, value) for name, value in self.model.named_parameters() if not value.requires_grad)
+
     def frozen(self) -> list[Tensor]:
-        return adapters.frozen(self.model)
+        return [value for _, value in self.named_frozen()]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last:

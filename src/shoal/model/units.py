@@ -48,7 +48,8 @@ class ParameterSlots:
     """The modules that hold each parameter, collected while each parameter is still one tensor."""
 
     def __init__(self, stage: Stage, units: list[list[nn.Module]]) -> None:
-        names = {parameter: name for name, parameter in stage.named_parameters()}
+        named = (*stage.named_parameters(), *stage.named_frozen())
+        names = {parameter: name for name, parameter in named}
         self._at: list[dict[str, list[tuple[nn.Module, str]]]] = []
         for modules in units:
             slots: dict[str, list[tuple[nn.Module, str]]] = {}

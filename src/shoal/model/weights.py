@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.escaping import UNDECODABLE
 from shoal.model import remote
 from shoal.model.cut import seeded
 from shoal.model.remote import INDEX, SINGLE
@@ -178,24 +176,13 @@ def _transforms(
     return transforms
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except UNDECODABLE as error:
-        raise ValueError(f"{index} is no index of weights: {error}") from None
-
-
 def shard_of(source: str) -> dict[str, str]:
     """The file of each tensor in the directory. ValueError: no safetensors there."""
     folder = Path(source)
     if (folder / INDEX).is_file():
-        shards = _weight_map(folder / INDEX)
+        shards = remote.shards_of((folder / INDEX).read_bytes(), str(folder / INDEX))
         for shard in sorted(set(shards.values())) if remote.source_of(folder) is None else ():
-            if Path(shard).name != shard or not (folder / shard).is_file():
+            if not (folder / shard).is_file():
                 raise ValueError(f"{folder / INDEX} names {shard!r}, which is no file of that directory")
         return shards
     if (folder / SINGLE).is_file():

@@ -58,8 +58,6 @@ def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator
         return
     if not model.path:
         yield "tune.method = 'lora' adapts a trained model; name its directory with model.path"
-    if device.executor == "swapping":
-        yield "device.executor = 'swapping' does not run adapters yet; try device.executor=resident with more stages"
     if tune.dora and tune.quantize != "none":
         yield f"tune.dora = true needs norms of the weights that tune.quantize = {tune.quantize!r} encodes; try tune.dora=false"
     if device.count > 1:

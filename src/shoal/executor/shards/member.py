@@ -187,7 +187,8 @@ class _Called:
 
     def __init__(self, stage: HuggingFaceStage, module: nn.Module) -> None:
         self.first, self.last, self.vocabulary = stage.first, stage.last, stage.vocabulary
-        self.named_parameters, self.frozen, self.infer = stage.named_parameters, stage.frozen, stage.infer
+        self.named_parameters, self.named_frozen = stage.named_parameters, stage.named_frozen
+        self.frozen, self.infer = stage.frozen, stage.infer
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,10 +26,16 @@ class LayerGroup(NamedTuple):
 
     start: int
     stop: int
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of those that are trained
     parameters: tuple[nn.Parameter, ...]
     sums: tuple[Tensor | None, ...]  # None: an earlier group shares the parameter and adds both gradients
     ready: Callable[[], None]  # called before the sums are added to
+    passes_back: bool  # an earlier unit, or another stage, needs the gradient of its input
+
+    @property
+    def learns(self) -> bool:
+        """Has it a backward pass? None of a frozen embedding that begins a model."""
+        return bool(self.parameters) or self.passes_back
 
 
 class GroupResult(NamedTuple):
@@ -55,11 +61,14 @@ class Runner:
             )
         self.device, self.dtype, self.limit = str(device), DTYPES[config.train.dtype], memory_limit(config)
         self.shapes: Shapes = {name: value.shape for name, value in stage.named_parameters()}
+        self.frozen = {name: (value.shape, value.dtype) for name, value in stage.named_frozen()}
+        self._first = stage.first
         self.row: Row = row(stage)
         spare = memory.spare_bytes(self.device, self.limit)
         self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
-        self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments)
+        frozen = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in self.frozen.items()}
+        self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments, frozen)
         self._parts = microbatches(config.train) * slices(config)  # slices per step
         self._config = config
 
@@ -72,15 +81,16 @@ class Runner:
         memory.refuse(self.sizes, Trial(self, self._config).live, limit=self.limit, fixed_bytes=self.fixed_bytes)
 
     def names(self, start: int, stop: int) -> tuple[str, ...]:
-        """Names of these units' parameters, each once, in the stage's order."""
+        """Names of these units' parameters, each once, in the stage's order, those that are not trained last."""
         used = {name for unit in self.row.units[start:stop] for name in unit}
-        return tuple(name for name in self.shapes if name in used)
+        return tuple(name for name in (*self.shapes, *self.frozen) if name in used)
 
     def bind(
         self, span: tuple[int, int], parameters: dict[str, nn.Parameter], slab: Tensor, ready: Callable[[], None]
     ) -> LayerGroup:
         """A group that computes with these parameters and adds its gradients to `slab`."""
-        own = [name for name in parameters if name in self.sizes.own(*span)]
+        trained = {name: value for name, value in parameters.items() if name in self.shapes}
+        own = [name for name in trained if name in self.sizes.own(*span)]
         starts = accumulate((self.shapes[name].numel() for name in own), initial=0)
         sums = {
             name: slab[at : at + self.shapes[name].numel()].view(self.shapes[name])
@@ -89,15 +99,17 @@ class Runner:
         for unit in range(*span):
             for name in self.row.units[unit]:
                 self.row.bind(unit, name, parameters[name])
-        in_order = tuple(sums.get(name) for name in parameters)
-        return LayerGroup(*span, tuple(parameters), tuple(parameters.values()), in_order, ready)
+        in_order = tuple(sums.get(name) for name in trained)
+        earlier = (name for unit in self.row.units[: span[0]] for name in unit)
+        passes_back = not self._first or any(name in self.shapes for name in earlier)
+        return LayerGroup(*span, tuple(trained), tuple(trained.values()), in_order, ready, passes_back)
 
     def back(self, stage: Stage, group: LayerGroup, end: BackwardInput, shared: dict[str, Tensor]) -> GroupResult:
         """Recompute one group on one slice, differentiate, add the gradients to the slab."""
         x, grad, tokens = (None if value is None else self.to_device(value) for value in end)
         assert x is not None
         variables: list[Tensor] = list(group.parameters)
-        if not stage.first:
+        if group.passes_back:
             variables.append(x.requires_grad_())
         with torch.enable_grad():
             y, grad_y, loss = outcome(stage, BackwardInput(x, grad, tokens))
@@ -105,7 +117,7 @@ class Runner:
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
         # Least and largest are finite where all are: one pass, and no memory, of which isfinite takes more than the tensor has.
         finite = torch.stack([end for part in gradients for end in torch.aminmax(part)]).isfinite().all()
-        grad_x = None if stage.first else self.to_host(gradients.pop())
+        grad_x = self.to_host(gradients.pop()) if group.passes_back else None
         group.ready()
         for name, part, into in zip(group.names, gradients, group.sums, strict=True):
             whole = part + self.to_device(shared.pop(name)) if name in shared else part
@@ -161,7 +173,10 @@ class Trial:
         meter = memory.MemoryMeter(runner.device)
         try:
             with meter:
-                runner.back(stage, group, group_input, shared)
+                if group.learns:
+                    runner.back(stage, group, group_input, shared)
+                else:
+                    self._forward(start, stop)
         finally:
             self._free(start, stop)
         seen_bytes = memory.padded(meter.peak) + memory.ALIGN  # numbers that kernels make tensors of
@@ -169,10 +184,13 @@ class Trial:
 
     def _output(self, unit: int) -> Tensor:
         self._group(unit, unit + 1)
-        with torch.no_grad():
-            y = self._runner.row.group(unit, unit + 1).forward(self._runner.to_device(self._inputs[unit]))
+        y = self._forward(unit, unit + 1)
         self._free(unit, unit + 1)
         return y.to("cpu")
+
+    def _forward(self, start: int, stop: int) -> Tensor:
+        with torch.no_grad():
+            return self._runner.row.group(start, stop).forward(self._runner.to_device(self._inputs[start]))
 
     def _free(self, start: int, stop: int) -> None:
         """Free these units' parameters, which would take room from the next trial."""
@@ -186,6 +204,12 @@ class Trial:
         parameters = {
             name: nn.Parameter(torch.zeros(runner.shapes[name], dtype=runner.dtype, device=runner.device))
             for name in names
+            if name in runner.shapes
         }
+        for name in names:
+            if name in runner.frozen:
+                shape, dtype = runner.frozen[name]
+                zeros = torch.zeros(shape, dtype=dtype, device=runner.device)
+                parameters[name] = nn.Parameter(zeros, requires_grad=False)
         own = sum(runner.shapes[name].numel() for name in runner.sizes.own(start, stop))
         return runner.bind((start, stop), parameters, torch.zeros(own, device=runner.device), lambda: None)

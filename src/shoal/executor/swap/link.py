@@ -18,28 +18,27 @@ from shoal.executor.streams import Streams, streams_of
 
 
 class Segment(NamedTuple):
-    """A contiguous range of values: offsets on host and device, and length."""
+    """A contiguous range of elements: offsets on host and device, and length."""
 
     host: int
     device: int
-    values: int
+    length: int
 
 
 class GroupTransfers(NamedTuple):
     """The copies of one group."""
 
-    parameters: tuple[Segment, ...]  # from the host's parameters to a slot
+    weights: tuple[tuple[Segment, ...], ...]  # bytes, from each of the host's sources to a slot
     sums: tuple[Segment, ...]  # from the host's sum to the slab, and back
 
 
-def segments(pieces: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
-    """Merge (host offset, length) ranges into the fewest segments, contiguous on the device."""
+def segments(pieces: Sequence[tuple[int, int]], offset: int = 0) -> tuple[Segment, ...]:
+    """Merge (host offset, length) ranges into the fewest segments, contiguous on the device from `offset` on."""
     merged: list[Segment] = []
-    offset = 0
     for start, count in pieces:
         last = merged[-1] if merged else None
-        if last is not None and last.host + last.values == start:
-            merged[-1] = last._replace(values=last.values + count)
+        if last is not None and last.host + last.length == start:
+            merged[-1] = last._replace(length=last.length + count)
         else:
             merged.append(Segment(start, offset, count))
         offset += count
@@ -47,23 +46,24 @@ def segments(pieces: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
 
 
 class HostLink:
-    """`source`: the parameters to compute with, flat, on the host. `transfers`: per group; group g always lies in slot g % 2, and its
-    sums in slab g % `slabs`: with two slabs a group's sums are stored while the next group's are added."""
+    """`sources`: the bytes to compute with, flat, on the host: trained values, and weights that are not trained. `transfers`: per group;
+    group g always lies in slot g % 2, and its sums in slab g % `slabs`: with two slabs a group's sums are stored while the next
+    group's are added."""
 
     def __init__(
         self,
-        source: Tensor,
+        sources: Sequence[Tensor],
         transfers: Sequence[GroupTransfers],
         device: str,
         slabs: int = 1,
         streams: Streams | None = None,
     ) -> None:
         self.loads = 0  # groups whose parameters were copied to the device
-        self._source, self._transfers = source, tuple(transfers)
-        parameters = [sum(segment.values for segment in group.parameters) for group in transfers]
-        sums = [sum(segment.values for segment in group.sums) for group in transfers]
+        self._sources, self._transfers = tuple(sources), tuple(transfers)
+        weights = [sum(segment.length for part in group.weights for segment in part) for group in transfers]
+        sums = [sum(segment.length for segment in group.sums) for group in transfers]
         count = min(2, len(transfers))
-        self.slots = [torch.zeros(max(parameters[n::count]), dtype=source.dtype, device=device) for n in range(count)]
+        self.slots = [torch.zeros(max(weights[n::count]), dtype=torch.uint8, device=device) for n in range(count)]
         self.slabs = [torch.zeros(max(sums[n::slabs]), device=device) for n in range(slabs)]
         self._group_in_slot: list[int | None] = [None] * count
         self._loaded: list[object] = [None] * count  # mark: the slot's parameters are loaded
@@ -103,7 +103,7 @@ class HostLink:
         streams.wait("loads", self._stored[place])
         with streams.on("loads", group, "sums"):
             for segment in self._transfers[group].sums:
-                slab[segment.device : segment.device + segment.values].copy_(_part(sums, segment), non_blocking=True)
+                slab[segment.device : segment.device + segment.length].copy_(_part(sums, segment), non_blocking=True)
         self._filled[place] = streams.mark("loads")
 
     def sums_ready(self, group: int) -> None:
@@ -116,7 +116,7 @@ class HostLink:
         streams.wait("stores", streams.mark("compute"))
         with streams.on("stores", group, "sums"):
             for segment in self._transfers[group].sums:
-                _part(into, segment).copy_(slab[segment.device : segment.device + segment.values], non_blocking=True)
+                _part(into, segment).copy_(slab[segment.device : segment.device + segment.length], non_blocking=True)
         self._stored[place] = streams.mark("stores")
 
     @contextmanager
@@ -139,16 +139,17 @@ class HostLink:
         self._group_in_slot[slot] = None  # until all of this one is
         streams.wait("loads", streams.mark("compute"))
         with streams.on("loads", group, "parameters"):
-            for segment in self._transfers[group].parameters:
-                target = self.slots[slot][segment.device : segment.device + segment.values]
-                target.copy_(_part(self._source, segment), non_blocking=True)
+            for source, part in zip(self._sources, self._transfers[group].weights, strict=True):
+                for segment in part:
+                    target = self.slots[slot][segment.device : segment.device + segment.length]
+                    target.copy_(_part(source, segment), non_blocking=True)
         self._loaded[slot] = streams.mark("loads")
         self._group_in_slot[slot] = group
         self.loads += 1
 
 
 def _part(flat: Tensor, segment: Segment) -> Tensor:
-    return flat[segment.host : segment.host + segment.values]
+    return flat[segment.host : segment.host + segment.length]
 
 
 def pinned(flat: Tensor, device: str) -> Tensor:

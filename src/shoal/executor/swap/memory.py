@@ -45,16 +45,21 @@ class UnitSizes(msgspec.Struct, frozen=True):
     values: Mapping[str, int]  # per name
     itemsize: int  # of the compute dtype
     moments: str = "float32"  # train.moments
+    frozen: Mapping[str, int] = {}  # bytes of those that are not trained, per name
 
     def slot_bytes(self, start: int, stop: int) -> int:
         """Bytes that the parameters of units `start` up to `stop` take in a slot."""
         names = {name for unit in self.units[start:stop] for name in unit}
-        return sum(padded(self.values[name] * self.itemsize) for name in names)
+        return sum(padded(self._nbytes(name)) for name in names)
+
+    def _nbytes(self, name: str) -> int:
+        return self.frozen[name] if name in self.frozen else self.values[name] * self.itemsize
 
     def own(self, start: int, stop: int) -> tuple[str, ...]:
         """Names whose gradient is complete after these units' backward pass: no earlier unit uses them."""
         earlier = {name for unit in self.units[:start] for name in unit}
-        return tuple(dict.fromkeys(name for unit in self.units[start:stop] for name in unit if name not in earlier))
+        trained = (name for unit in self.units[start:stop] for name in unit if name not in self.frozen)
+        return tuple(dict.fromkeys(name for name in trained if name not in earlier))
 
     def optimizer_bytes(self, names: Iterable[str]) -> int:
         """fp32 parameters and AdamW's two moments."""
@@ -70,7 +75,7 @@ class PlannedGroup(msgspec.Struct, frozen=True):
 
     start: int
     stop: int
-    parameter_bytes: int  # on the device, in the compute dtype
+    parameter_bytes: int  # on the device, in the compute dtype, with those that are not trained
     gradient_bytes: int  # of the fp32 sums, in the slab during the backward pass
     optimizer_bytes: int  # on the host: fp32 parameters and AdamW's two moments
     activation_bytes: int  # peak of one slice on the device, its gradients included
@@ -82,7 +87,7 @@ class SwapPlan(msgspec.Struct, frozen=True):
     groups: tuple[PlannedGroup, ...]
     fixed_bytes: int  # always on the device: tables of positions
     slabs: int  # with two, a group's sums are stored while the next group's are added
-    host_bytes: int  # parameters, moments, two sums, and the copies in the compute dtype
+    host_bytes: int  # parameters, moments, two sums, the copies in the compute dtype, and what is not trained
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -158,7 +163,7 @@ def _within_limit(plan: SwapPlan, limit: int, sizes: UnitSizes) -> SwapPlan:
 
 def _plan(sizes: UnitSizes, spans: Sequence[tuple[int, int]], live: Live, fixed_bytes: int, slabs: int) -> SwapPlan:
     copies = 2 * 4 + (0 if sizes.itemsize == 4 else sizes.itemsize)
-    host_bytes = sizes.optimizer_bytes(sizes.values) + copies * sum(sizes.values.values())
+    host_bytes = sizes.optimizer_bytes(sizes.values) + copies * sum(sizes.values.values()) + sum(sizes.frozen.values())
     groups = tuple(_group(sizes, start, stop, live(start, stop)) for start, stop in spans)
     return SwapPlan(groups, fixed_bytes, min(slabs, len(groups)), host_bytes=host_bytes)
 

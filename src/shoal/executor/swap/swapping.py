@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Config, slices
-from shoal.executor.base import NotFinite
+from shoal.executor.base import NotFinite, base_of, with_base
 from shoal.executor.inputs import BackwardInput, check_ends, check_input, cut, joined
 from shoal.executor.master import Master
 from shoal.executor.streams import Streams
 from shoal.executor.swap import memory
+from shoal.executor.swap.frozen import FrozenWeights
 from shoal.executor.swap.groups import LayerGroup, Runner
-from shoal.executor.swap.link import GroupTransfers, HostLink, pinned, segments
+from shoal.executor.swap.link import GroupTransfers, HostLink, Segment, pinned, segments
 from shoal.model.cut import Stage, inputs
 from shoal.numerics import pieces
 from shoal.numerics.compress import finite
@@ -39,23 +40,25 @@ class Swapping:
     """See base.Executor. Results are on the host. `sum` is read-only and another tensor after each backward: a failing microbatch
     must leave it unchanged, and may fail when some groups have been added."""
 
-    base = ""
-
     def __init__(
         self, stage: Stage, config: Config, streams: Streams | None = None, schedule: Schedule | None = None
     ) -> None:
+        self.base = base_of(stage)
         named = list(stage.named_parameters())
+        frozen = list(stage.named_frozen())
         self._runner = runner = Runner(stage, config)
         self._row, self._device = runner.row, runner.device
         self._slice = config.device.sequences or config.train.microbatch
-        self._host = HostParameters(named, runner.dtype, self._device, apart=bool(config.train.staleness))
+        apart = bool(config.train.staleness)
+        self._host = HostParameters(named, FrozenWeights(frozen, self._device), runner.dtype, self._device, apart)
         for _, parameter in named:
             parameter.data = torch.empty(0)  # replaced by the groups' tensors
         self.plan = runner.plan()
         memory.cap_(self._device, runner.limit)
         spans = [(group.start, group.stop) for group in self.plan.groups]
-        transfers = [self._host.transfers(runner.names(*span), runner.sizes.own(*span)) for span in spans]
-        self._link = HostLink(self._host.computing, transfers, self._device, self.plan.slabs, streams)
+        transfers = [self._transfers(*span) for span in spans]
+        sources = (self._host.computing.view(torch.uint8), self._host.frozen.flat)
+        self._link = HostLink(sources, transfers, self._device, self.plan.slabs, streams)
         self._groups = [self._bind(index, *span) for index, span in enumerate(spans)]
         self._master = Master(tuple(self._host.counts), self._host.parameters, config, schedule)
         self.length = self._master.length
@@ -99,7 +102,7 @@ class Swapping:
         self.refresh()
 
     def digest(self) -> str:
-        return self._master.digest()
+        return with_base(self._master.digest(), self.base)
 
     def refresh(self) -> None:
         """Round the parameters into the copies to compute with."""
@@ -142,10 +145,11 @@ class Swapping:
         finite: list[Tensor] = []
         with self._link.one_pass():
             batch = self._group_inputs([group_input.x for group_input in group_inputs])
-            for index in reversed(range(len(self._groups))):
+            least = next(index for index, group in enumerate(self._groups) if group.learns)
+            for index in reversed(range(least, len(self._groups))):
                 group, stage = self._enter(index)
                 self._link.open(index, None if self._empty else self.sum)
-                if index:
+                if index > least:
                     self._link.prefetch(index - 1)
                 for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
                     result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
@@ -232,25 +236,44 @@ class Swapping:
 
     def _bind(self, index: int, start: int, stop: int) -> LayerGroup:
         """A group with its parameters in its slot and its sums in its slab."""
-        slot, names = self._link.slots[index % 2], self._runner.names(start, stop)
-        starts = accumulate((self._host.padded(name) for name in names), initial=0)
-        parameters = {
-            name: nn.Parameter(self._host.shaped(slot, at, name)) for name, at in zip(names, starts, strict=False)
-        }
+        rest, parameters = self._link.slots[index % 2], dict[str, nn.Parameter]()
+        for name in self._runner.names(start, stop):
+            if name in self._host.frozen.kinds:
+                parameters[name] = nn.Parameter(self._host.frozen.shaped(rest, name), requires_grad=False)
+            else:
+                parameters[name] = nn.Parameter(self._host.loaded(rest, name))
+            rest = rest[memory.padded(parameters[name].nbytes) :]
         return self._runner.bind(
             (start, stop), parameters, self._link.slab(index), lambda: self._link.sums_ready(index)
         )
 
+    def _transfers(self, start: int, stop: int) -> GroupTransfers:
+        """Of these units: trained values in front of what is not trained."""
+        names = self._runner.names(start, stop)
+        trained = segments(self._host.pieces([name for name in names if name in self._host.counts]))
+        offset = sum(segment.length for segment in trained)
+        frozen = segments(self._host.frozen.pieces([name for name in names if name in self._host.frozen.kinds]), offset)
+        return GroupTransfers((trained, frozen), sums=self._host.sums(self._runner.sizes.own(start, stop)))
+
 
 class HostParameters:
-    """A stage's parameters in host memory: flat in fp32, and copies in the compute dtype where that differs or with `apart`.
+    """A stage's parameters in host memory, beside those that are not trained: flat in fp32, and copies in the compute dtype where that
+    differs or with `apart`.
 
     Each parameter starts at a multiple of memory.ALIGN, here and in a slot; the flat gradient has no gaps."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: str, apart: bool) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        frozen: FrozenWeights,
+        dtype: torch.dtype,
+        device: str,
+        apart: bool,
+    ) -> None:
+        self.frozen = frozen
         self.counts = {name: value.numel() for name, value in named}
         self.shapes = {name: value.shape for name, value in named}
-        self._itemsize = dtype.itemsize
+        self._dtype = dtype
         starts = list(accumulate((self.padded(name) for name in self.counts), initial=0))
         self._starts = dict(zip(self.counts, starts, strict=False))
         self._in_sum = dict(zip(self.counts, accumulate(self.counts.values(), initial=0), strict=False))
@@ -264,17 +287,23 @@ class HostParameters:
 
     def padded(self, name: str) -> int:
         """Number of values of a parameter with the gap behind it."""
-        return memory.padded(self.counts[name] * self._itemsize) // self._itemsize
+        return memory.padded(self.counts[name] * self._dtype.itemsize) // self._dtype.itemsize
 
     def shaped(self, flat: Tensor, start: int, name: str) -> Tensor:
         return flat[start : start + self.counts[name]].view(self.shapes[name])
 
-    def transfers(self, names: Sequence[str], own: Sequence[str]) -> GroupTransfers:
-        """`own`: those of `names` whose gradient is complete in this group."""
-        return GroupTransfers(
-            parameters=segments([(self._starts[name], self.padded(name)) for name in names]),
-            sums=segments([(self._in_sum[name], self.counts[name]) for name in names if name in own]),
-        )
+    def loaded(self, start: Tensor, name: str) -> Tensor:
+        """The parameter whose copy to compute with is the first bytes of `start`."""
+        return self.shaped(start[: self.counts[name] * self._dtype.itemsize].view(self._dtype), 0, name)
+
+    def pieces(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Bytes of each copy to compute with: where it lies, and how many with the gap behind it."""
+        itemsize = self._dtype.itemsize
+        return [(self._starts[name] * itemsize, self.padded(name) * itemsize) for name in names]
+
+    def sums(self, own: Sequence[str]) -> tuple[Segment, ...]:
+        """Where the gradients of these lie in the flat one. In the stage's order, as those of a group."""
+        return segments([(self._in_sum[name], count) for name, count in self.counts.items() if name in own])
 
     def refresh(self) -> None:
         """Round the parameters into the copies to compute with."""

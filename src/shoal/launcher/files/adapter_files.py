@@ -6,7 +6,6 @@ For preflight.py, before a run goes on from one, and for saved.py, before one is
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import msgspec
 
 from shoal.config import Config, Tune
 from shoal.escaping import UNDECODABLE, Faults
-from shoal.launcher.files import weight_files
-from shoal.model import remote
-from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints import marker, weight_files
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -67,7 +64,7 @@ def settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
             f" that have an adapter into its {SETTINGS}"
         )
     named = {ours: stored.get(theirs, value) for ours, (theirs, value) in _OF_ADAPTER.items()}
-    return {"method": "lora", "targets": sorted(targets) if isinstance(targets, list) else [], **named}
+    return {"method": "lora", "targets": sorted(targets, key=str) if isinstance(targets, list) else [], **named}
 
 
 def refuse(config: Config) -> None:
@@ -88,11 +85,15 @@ def faults(config: Config) -> Iterator[str]:
         yield str(error)
         return
     yield from _unlike(stored, tune, where)
-    base, here = Path(str(stored.get("base_model_name_or_path"))), Path(config.model.path).expanduser()
-    known = remote.source_of(here) is None and os.path.isdir(base)
-    if known and (ends := weight_files.ends(base)) and ends != weight_files.ends(here):
-        yield f"{where} was trained beside the model in {str(base)!r}, and the weights in model.path = {config.model.path!r} are others"
-    if (place / marker.MARKER).is_file():
+    base, here = (
+        str(stored.get("base_model_name_or_path")),
+        weight_files.fingerprint(Path(config.model.path).expanduser()),
+    )
+    checkpoint = (place / marker.MARKER).is_file()
+    trained_beside = _recorded(place) if checkpoint else weight_files.fingerprint(Path(base))
+    if here and trained_beside and here != trained_beside:
+        yield f"{where} was trained beside the model in {base!r}, and the weights in model.path = {config.model.path!r} are others"
+    if checkpoint:
         yield from weight_files.faults(
             place, where, "copy the files of that checkpoint from the machines that keep them"
         )
@@ -102,6 +103,14 @@ def faults(config: Config) -> Iterator[str]:
             yield f"{place / WEIGHTS} {wrong}; copy the directory again"
     except OSError:
         yield f"{where} {_OTHER_FORMATS}"
+
+
+def _recorded(checkpoint: Path) -> str:
+    """The fingerprint of the weights beside which its run trained; '' where it says none."""
+    try:
+        return marker.decoded((checkpoint / marker.MARKER).read_bytes()).base
+    except ValueError:
+        return ""  # what is wrong with it is said where it is read
 
 
 def tokenizer(config: Config) -> str:

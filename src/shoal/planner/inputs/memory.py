@@ -196,19 +196,21 @@ def _passing(
 
 def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
     hand_bytes = max(boundary_bytes, stage.input_bytes) / stage.slices
-    groups: list[list[Part]] = [[]]  # as the executor makes the most of them: by parameters
+    groups: list[list[Part]] = [[]]  # as the executor makes the most of them: by the bytes that are loaded
+    loaded = {id(part): part.parameters * value_bytes + part.frozen_bytes for part in stage.parts}
     for part in stage.parts:
-        if groups[-1] and sum(each.parameters for each in groups[-1]) + part.parameters > stage.largest_parameters:
+        if groups[-1] and sum(loaded[id(each)] for each in (*groups[-1], part)) > max(loaded.values()):
             groups.append([])
         groups[-1].append(part)
+    group_bytes = [sum(loaded[id(part)] for part in group) for group in groups]
+    part_bytes = sum(max(group_bytes[slot::2], default=0.0) for slot in range(2))
     sizes = [sum(part.parameters for part in group) for group in groups]
-    part_bytes = sum(max(sizes[slot::2], default=0.0) for slot in range(2)) * value_bytes
     if stage.tied:  # the first group adds up both gradients
         sizes[-1] -= stage.parts[0].parameters
     passing_bytes = max(_group_bytes(stage, group, value_bytes, hand_bytes) for group in groups)
     return Need(
         SLACK * (part_bytes + FP32 * max(sizes) + passing_bytes),
-        stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes),
+        stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes) + stage.frozen_bytes,
         outer_bytes=optimizer.outer_bytes(stage),
     )
 

@@ -132,7 +132,6 @@ class Profile(msgspec.Struct, frozen=True):
             parameters,
             sum(part.flops for part in held),
             sum(part.activation_bytes for part in held) + max((part.shared_bytes for part in held), default=0.0),
-            max((part.parameters for part in held), default=0.0),
             tuple(held),
             first,
             last,
@@ -145,7 +144,6 @@ class StageProfile(msgspec.Struct, frozen=True):
     parameters: float  # that are trained
     flops: float  # of one forward, per microbatch
     activation_bytes: float
-    largest_parameters: float  # of its largest part: what swapping must hold at once
     parts: tuple[Part, ...]
     first: bool
     last: bool

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ import torch
 from shoal.config import Config
 from shoal.core.messages import ABOUT, Lack
 from shoal.runtime import state as states
-from shoal.runtime.checkpoints import marker
+from shoal.runtime.checkpoints import marker, weight_files
 from shoal.runtime.checkpoints.catalog import STEP, Catalog, folder
 from shoal.runtime.checkpoints.marker import FORMAT, MARKER, Training
 from shoal.runtime.checkpoints.storage import File
@@ -60,6 +61,7 @@ class About(msgspec.Struct, frozen=True):
     data: str
     data_note: str
     files: dict[str, bytes]
+    base: str = ""  # see Training
 
 
 class Lacking(ValueError):
@@ -330,10 +332,12 @@ def about(config: Config, data: str, data_note: str) -> About:
     told = hf.to_json_string(use_diff=False)
     blocks = cuts(config, hf.num_hidden_layers)
     described = {"config.json": boundary.config_json(told, config.model.boundary, blocks) if blocks else told.encode()}
+    base = ""
     if config.tune.method != "full":  # transformers then looks for the frozen weights where they are, or says so
         lora: Any = adapters.settings(config.tune, name_of(config.model.path))  # not annotated by PEFT
         described["adapter_config.json"] = json.dumps(lora.to_dict(), indent=2, default=list).encode()
-    return About(config, data, data_note, described | tokenizer)
+        base = weight_files.fingerprint(Path(config.model.path))
+    return About(config, data, data_note, described | tokenizer, base)
 
 
 def _holds(handle: Any, prefix: str, like: State) -> bool:
@@ -395,6 +399,7 @@ def _training(
         authority=authority,
         copies=copies,
         model=marker.model_digest(config),
+        base=about.base,
     )
 
 

@@ -14,6 +14,8 @@ import msgspec
 
 from shoal.config import Config, Model, Train
 from shoal.escaping import UNDECODABLE
+from shoal.model import remote
+from shoal.runtime.checkpoints import weight_files
 from shoal.runtime.checkpoints.storage import File
 
 FORMAT = 1
@@ -60,6 +62,7 @@ class Training(msgspec.Struct, frozen=True):
     model: str = ""  # digest of what the model is; likewise
     copies: tuple[tuple[str, ...], ...] = ()  # the places that hold each shard; none: all of them are here
     adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
+    base: str = ""  # fingerprint of the frozen weights beside which adapters were trained; before 24 November 2026 none was written
     seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
 
     def shard_files(self, shard: int) -> dict[str, File]:
@@ -146,6 +149,8 @@ def refuse_foreign(training: Training, config: Config, data: str = "") -> None:
     nobody has opened them."""
     theirs = training.config
     why = {f"model.{name}": "the parameters are of that model" for name in config.model.__struct_fields__} | FIXED
+    if training.base:
+        del why["model.path"]  # the frozen weights are compared, wherever they lie now
     if config.model.boundary != "none":
         why["run.stages"] = "boundary layers stand at the cuts"
     pairs = [(name, _setting(theirs, name), _setting(config, name), reason) for name, reason in why.items()]
@@ -156,6 +161,12 @@ def refuse_foreign(training: Training, config: Config, data: str = "") -> None:
     if data and training.model:
         name = "model (SHA-256 of its description)"
         pairs.append((name, training.model[:16], model_digest(config)[:16], "the parameters are of that model"))
+    if (
+        training.base and config.tune.method != "full" and remote.source_of(config.model.path) is None
+    ):  # else weights are not here
+        name = f"the frozen weights in model.path = {config.model.path!r} (SHA-256 of the ends of their tensors)"
+        base = weight_files.fingerprint(Path(config.model.path))
+        pairs.append((name, training.base[:16], base[:16], "the adapters were trained beside those"))
     for name, there, here, reason in pairs:
         if there != here:
             raise ValueError(
