@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from shoal.config import Config, microbatches, settings
+from shoal.config import Config, microbatches, paired, settings
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
 from shoal.core.messages import Account, Committed, HeldOut, Member, Phase, Share, View
@@ -138,7 +138,7 @@ class Alone:
             batch = [self._dataset.microbatch(self.done, index) for index in indices]
             losses += self._backward(batch)
             if self._settings.tokens:
-                tokens += sum(map(counted, batch))
+                tokens += sum(counted(part, paired(self._config)) for part in batch)
             on_progress(len(losses), self._count)
         return losses, tokens
 
@@ -147,7 +147,7 @@ class Alone:
         total, tokens = 0.0, 0
         for index in range(self._count, self._settings.count(self.done)):
             batch = self._dataset.microbatch(self.done, index)
-            counts = counted(batch)
+            counts = counted(batch, paired(self._config))
             total += float(evaluate(self.executor, inputs(batch), batch)) * counts
             tokens += counts
         if not tokens:
