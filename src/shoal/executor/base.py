@@ -145,8 +145,9 @@ def boundary(config: Config) -> BoundaryShape:
 
 def boundary_gradient(config: Config) -> BoundaryShape:
     """The same of their gradients: the rows of preference pairs' references have none."""
-    (_, *rest), dtype = boundary(config)
-    return BoundaryShape((token_rows(config), *rest), dtype) if rest else boundary(config)
+    (whole, *rest), dtype = boundary(config)
+    passes = boundary_rows(config) // token_rows(config)
+    return BoundaryShape((-(-whole // passes), *rest), dtype)
 
 
 def hidden_size(config: Config) -> int:
