@@ -19,6 +19,7 @@ from tests.preferences import preferred, some_choices, some_pairs
 from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config, Data, Eval, Model, Run
+from shoal.core.messages import Rewards
 from shoal.launcher.files import saved
 from shoal.model import stages
 from shoal.runtime.data.dataset import open_dataset
@@ -44,6 +45,9 @@ def test_peers_that_train_on_pairs_have_the_bits_of_one_process(tmp_path: Path, 
     commits = reference.commits(left.directory)
     assert [commit.counted for commit in commits] == [16] * 3
     assert commits[0].loss == pytest.approx(0.69314718, abs=1e-6) and commits[-1].loss != commits[0].loss
+    assert commits[0].rewards == Rewards(0.0, 0.0)  # at first the adapters change nothing
+    newest = commits[-1].rewards
+    assert newest is not None and 0 < newest.accuracy <= 1 and newest.margin != 0
     assert_same_bits(left, commits)
     assert trace.replay(left.trace).differing == 0
 
@@ -56,6 +60,9 @@ def test_held_out_pairs_are_measured_once_each(tmp_path: Path) -> None:
     losses = [commit.heldout for commit in commits]
     assert losses[0] == pytest.approx(0.69314718, abs=1e-6) and losses[1] is None
     assert losses[2] is not None and losses[2] != losses[0]
+    figures = [commit.heldout_rewards for commit in commits]
+    assert figures[0] == Rewards(0.0, 0.0) and figures[1] is None and figures[2] is not None
+    assert figures[2].accuracy * 7 == pytest.approx(round(figures[2].accuracy * 7))  # of seven pairs
     assert [commit.counted for commit in commits] == [16] * 3
 
 
@@ -116,6 +123,7 @@ def test_four_processes_of_which_one_is_killed_learn_a_preference_as_one_process
     result = json.loads(end(start("eval", "runs/tiny", str(held), "--json")).splitlines()[-1])
     assert result["accuracy"] > 0.95 and result["margin"] > 0
     assert account["heldout"]["loss"] == pytest.approx(result["loss"], rel=1e-5)
+    assert account["reward_accuracy"] > 0.9 and "of the last step's pairs are in their order" in output
     tuned = saved.model_of(saved.checkpoint(str(tmp_path / "runs/tiny")))
     assert preferred(tuned, held) > 0.95
     config = configuration.load(tmp_path / "tiny.toml")

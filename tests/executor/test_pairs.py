@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run, Train, Tune
 from shoal.executor import create
-from shoal.executor.base import Executor, boundary, boundary_gradient, evaluate
+from shoal.executor.base import Executor, boundary, boundary_gradient, evaluate, rewards
 from shoal.executor.delayed import Delayed
 from shoal.model import stages
 from shoal.model.cut import counted, inputs, plain
@@ -54,9 +54,10 @@ def tokens_of(config: Config, index: int = 0) -> Tensor:
     return open_dataset(config).microbatch(0, index)
 
 
-def trl(config: Config, executor: Executor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def trl(config: Config, executor: Executor, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """As TRL's DPOTrainer.concatenated_forward and dpo_loss (loss_type = "sigmoid") write it: chosen rows, then rejected ones; the
-    reference is another model, read from the base's directory. The mean loss, and the gradients of the adapters by name."""
+    reference is another model, read from the base's directory. The mean loss, the gradients of the adapters by name, and the margin of
+    each pair's rewards."""
     import transformers
     from peft import inject_adapter_in_model
 
@@ -82,7 +83,8 @@ def trl(config: Config, executor: Executor, tokens: Tensor) -> tuple[Tensor, dic
     log_ratios = (chosen - rejected) - (reference_chosen - reference_rejected)
     loss = -torch.nn.functional.logsigmoid(config.tune.beta * log_ratios).mean()
     gradients = torch.autograd.grad(loss, list(trained.values()))
-    return loss.detach(), dict(zip(trained, gradients, strict=True))
+    margins = config.tune.beta * (chosen - reference_chosen) - config.tune.beta * (rejected - reference_rejected)
+    return loss.detach(), dict(zip(trained, gradients, strict=True)), margins.detach()
 
 
 def passed(executors: list[Executor], tokens: Tensor) -> tuple[list[Tensor], float]:
@@ -103,9 +105,12 @@ def test_the_loss_and_its_gradient_are_those_of_trl(tmp_path: Path, tune: dict[s
     config = a_config(tmp_path, tune=tune)
     executor, tokens = create(config, 0), tokens_of(config)
     moved(executor)
-    wanted_loss, gradients = trl(config, executor, tokens)
+    wanted_loss, gradients, margins = trl(config, executor, tokens)
     _, loss = executor.backward(inputs(tokens), None, tokens)
     assert loss == pytest.approx(float(wanted_loss), abs=1e-5) and abs(loss - 0.6931) > 1e-3
+    figures = rewards(executor)
+    assert figures is not None and figures.margin == pytest.approx(margins.mean().item(), abs=1e-5)
+    assert figures.accuracy == pytest.approx((margins > 0).double().mean().item())
     names = [name.removeprefix("model/") for name in executor.state() if name.startswith("model/")]
     wanted = torch.cat([gradients[name].flatten() for name in names]) / 2  # of two microbatches
     torch.testing.assert_close(executor.sum, wanted, rtol=1e-4, atol=1e-7)
@@ -215,9 +220,14 @@ def test_evaluation_takes_the_mean_over_the_pairs_that_count(tmp_path: Path) -> 
             return value
 
         each = [loss(torch.cat([tokens[2 * at : 2 * at + 2], filled[6:].repeat(3, 1)])) for at in range(3)]
+        of_third = rewards(executors[-1])
+        assert of_third is not None and of_third.accuracy in (0.0, 1.0)
         assert loss(filled) == pytest.approx(sum(each) / 3, rel=1e-5)
+        of_three = rewards(executors[-1])
+        assert of_three is not None and of_three.accuracy * 3 == pytest.approx(round(of_three.accuracy * 3))
         assert not any(executor.sum.any() for executor in executors)
         assert loss(torch.where(tokens < 0, tokens, ~tokens)) == 0.0
+        assert rewards(executors[-1]) is None
 
 
 @pytest.mark.parametrize("fields", [{"checkpointing": True}, {"train": {"staleness": 1}}])

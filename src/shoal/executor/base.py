@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config import Config, boundary_rows, token_rows
+from shoal.core.messages import Rewards
 from shoal.model import sequential
 from shoal.model.families import hf_config
 from shoal.model.layers.boundary import MODEL_TYPE, parse
@@ -128,6 +129,19 @@ def evaluate(executor: Executor, x: Tensor, tokens: Tensor | None) -> Tensor | f
     if not isinstance(executor, Evaluating):
         raise ValueError("this peer measures no held-out samples: only a resident stage on one device does")
     return executor.evaluate(x, tokens)
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """An executor whose last stage compares preference pairs."""
+
+    def rewards(self) -> Rewards | None:
+        """Of the pairs of the newest microbatch that ran back or was evaluated; None: there were none."""
+        ...
+
+
+def rewards(executor: Executor) -> Rewards | None:
+    return executor.rewards() if isinstance(executor, Comparing) else None
 
 
 class BoundaryShape(NamedTuple):

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches, slices, token_rows
+from shoal.core.messages import Rewards
 from shoal.executor.base import DTYPES, NotFinite, digest_of, out_of_memory
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome, parted
 from shoal.executor.master import Master
 from shoal.model.cut import Stage, counted
+from shoal.model.layers import pairs
 from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
@@ -72,6 +74,7 @@ class Resident:
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         x = self._input(x)
+        self._stage.compared.clear()
         check_ends(self._stage, x, grad, tokens)
         x, reference = parted(self._stage, x)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
@@ -127,16 +130,20 @@ class Resident:
         x, reference = parted(self._stage, self._input(x))
         if tokens is None:
             return self._output(self._forwards(torch.split(x, self._slice)), reference)
+        self._stage.compared.clear()
         slices = cut(self._slice, x, None, tokens.to(self._device))
         with torch.no_grad():
-            pairs = zip(slices, self._references(slices, reference), strict=True)
-            losses = [outcome(self._stage, part, None, compared)[0] for part, compared in pairs]
+            parts = zip(slices, self._references(slices, reference), strict=True)
+            losses = [outcome(self._stage, part, None, compared)[0] for part, compared in parts]
         paired, means = self._stage.paired, map(float, losses)
         every = [len(part.x) // 2 if paired else part.x.shape[:2].numel() for part in slices]
         loss = math.fsum(map(operator.mul, means, every)) / max(1, counted(tokens, paired))
         if not math.isfinite(loss):
             raise NotFinite("the loss of held-out samples is not finite")
         return loss
+
+    def rewards(self) -> Rewards | None:
+        return pairs.rewards(torch.cat(self._stage.compared)) if self._stage.compared else None
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()

@@ -98,6 +98,7 @@ class SequentialStage:
         embedding = next((child for child in model if first), None)
         self.vocabulary: int | None = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._loss = loss
+        self.compared: list[Tensor] = []
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()

@@ -22,7 +22,16 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, paired
 from shoal.model import sequential
-from shoal.model.cut import cut, document_starts, next_token_loss, positions, row_losses, targets, with_borders
+from shoal.model.cut import (
+    counted_pairs,
+    cut,
+    document_starts,
+    next_token_loss,
+    positions,
+    row_losses,
+    targets,
+    with_borders,
+)
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.layers import adapters, balance, boundary, linear, pairs, vocabulary
 from shoal.model.weights import load, materialise
@@ -99,6 +108,7 @@ class HuggingFaceStage:
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
         self.paired, self._beta = beta > 0, beta
+        self.compared: list[Tensor] = []
         layers: list[boundary.Layers] = list(getattr(model, boundary.ATTRIBUTE, {}).values())
         self._widen = next((each.widen for each in layers if each.widen is not None), None)
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
@@ -146,7 +156,9 @@ class HuggingFaceStage:
 
     def loss(self, x: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
         if reference is not None:
-            return pairs.loss(self.margins(x, tokens, reference), tokens)
+            margins = self.margins(x, tokens, reference)
+            self.compared.append(torch.where(counted_pairs(tokens), margins.detach(), torch.nan))
+            return pairs.loss(margins, tokens)
         head = vocabulary.sliced_head(self.model, targets(tokens).numel())
         if head is None:
             return next_token_loss(self.forward(x), targets(tokens))

@@ -188,7 +188,7 @@ class _Called:
     def __init__(self, stage: HuggingFaceStage, module: nn.Module) -> None:
         self.first, self.last, self.vocabulary = stage.first, stage.last, stage.vocabulary
         self.named_parameters, self.frozen, self.infer = stage.named_parameters, stage.frozen, stage.infer
-        self.paired, self.reference = stage.paired, stage.reference
+        self.paired, self.compared, self.reference = stage.paired, stage.compared, stage.reference
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shoal.core.messages import Rewards
 from shoal.model.cut import counted_pairs
 
 
@@ -25,6 +26,12 @@ def parted(x: Tensor) -> tuple[Tensor, Tensor]:
 def loss(margins: Tensor, tokens: Tensor) -> Tensor:
     """Mean over pairs, 0 for one without a counted token. `margins`: (P,), `tokens`: (2 P, L+1)."""
     return torch.where(counted_pairs(tokens), -nn.functional.logsigmoid(margins), 0.0).mean()
+
+
+def rewards(margins: Tensor) -> Rewards | None:
+    """Of a microbatch's pairs; NaN: one that does not count. None: none counts."""
+    counted = margins[~margins.isnan()].double()
+    return Rewards(float((counted > 0).double().mean()), float(counted.mean())) if len(counted) else None
 
 
 def margins(trained: Tensor, reference: Tensor, beta: float) -> Tensor:

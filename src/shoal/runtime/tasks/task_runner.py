@@ -52,7 +52,7 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, device_of, evaluate, prepare_thread
+from shoal.executor.base import Executor, device_of, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
@@ -292,11 +292,11 @@ class TaskRunner:
         if task.heldout:
             assert tokens is not None
             mean = evaluate(executor, self._borders.input(task, x), tokens)
-            return Result(loss=float(mean), counted=counted(tokens, paired(self._config)))
+            return Result(loss=float(mean), counted=counted(tokens, paired(self._config)), rewards=rewards(executor))
         grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         result = Result(loss=loss)
         if tokens is not None and masked(self._config):
-            result = Result(loss=loss, counted=counted(tokens, paired(self._config)))
+            result = Result(loss=loss, counted=counted(tokens, paired(self._config)), rewards=rewards(executor))
         if grad_x is None or not task.out:
             return result
         grad_x = self._borders.plain(task, grad_x)
