@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shoal.config import Config, Data, Device, Model, Run, Train, Tune
+from shoal.config import Config, Data, Device, Model, Run, Train, Tune, boundary_rows, token_rows
 from shoal.executor import create
 from shoal.executor.base import DTYPES, Executor
 from shoal.executor.delayed import Delayed
@@ -178,20 +178,30 @@ def adapted(config: Config, seed: int, base: Path, quantize: Literal["none", "nf
     )
 
 
+def preferring(config: Config) -> Config:
+    """The same shape, which is adapted, with preference pairs as samples."""
+    changed, experts = msgspec.structs.replace, config.model.family == "mixtral"
+    return changed(
+        config,
+        data=Data(source="jsonl", format="preference", path="-", sequence=config.data.sequence),
+        train=changed(config.train, local_steps=1, local_batch=0),
+        model=changed(config.model, extra=config.model.extra | {"router_aux_loss_coef": 0.0} if experts else {}),
+    )
+
+
 def inputs_of(config: Config, stage: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Input, gradient and tokens of a backward pass."""
-    shape = (config.train.microbatch, config.data.sequence)
+    shape = (token_rows(config), config.data.sequence)
     tokens = torch.randint(1, config.model.vocab_size, (shape[0], shape[1] + 1))
     tokens[:, shape[1] // 2] = max(0, config.data.document_end)  # two documents
-    hidden = torch.randn(
-        *shape, config.model.hidden_size + (config.data.document_end >= 0), dtype=DTYPES[config.train.dtype]
-    )
+    width = config.model.hidden_size + (config.data.document_end >= 0)
+    hidden = torch.randn(boundary_rows(config), shape[1], width, dtype=DTYPES[config.train.dtype])
     if config.data.document_end >= 0:
         hidden[..., -1] = torch.arange(shape[1]) == shape[1] // 2
     last = stage == config.run.stages - 1
     return (
         inputs(tokens) if stage == 0 else hidden,
-        None if last else torch.randn_like(hidden),
+        None if last else torch.randn_like(hidden[: shape[0]]),
         tokens if last else None,
     )
 

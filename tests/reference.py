@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal import trace
-from shoal.config import Config, local_batch, microbatches
+from shoal.config import Config, Data, Tune, local_batch, microbatches, paired
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.executor.base import digest_of
 from shoal.model import stages
@@ -105,6 +105,7 @@ class OneProcess:
             betas=config.train.betas,
             eps=config.train.epsilon,
         )
+        self.base = _base(config) if paired(config) else None
         self.step = 0
         self.stale: Tensors | None = None  # parameters of the version before: with delayed updates they compute
 
@@ -122,8 +123,9 @@ class OneProcess:
         ]
         norm = math.sqrt(math.fsum(_squares(flat) for flat in sums) if len(sums) == 1 else sum(map(_squares, sums)))
         tokens = [self.dataset.microbatch(self.step, index)[:, 1:] for index in range(self.microbatches)]
-        counted = sum(int((part >= 0).sum()) for part in tokens)
-        scale = sum(part.numel() for part in tokens) / counted if counted else 1.0
+        counts = [part >= 0 if self.base is None else (part >= 0).any(1)[::2] for part in tokens]
+        counted = sum(int(part.sum()) for part in counts)
+        scale = sum(part.numel() for part in counts) / counted if counted else 1.0
         norm *= scale
         clip = self.config.train.clip
         factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) * scale
@@ -163,7 +165,9 @@ class OneProcess:
         tokens = self.dataset.microbatch(self.step, index)  # (B, L+1)
         ids, wanted = torch.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:].flatten()
         logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
-        if (wanted >= 0).all():
+        if self.base is not None:
+            loss = self._preferred(logits, ids, wanted)
+        elif (wanted >= 0).all():
             loss = torch.nn.functional.cross_entropy(logits, wanted)
         else:
             some = torch.where(wanted < 0, -100, wanted)
@@ -171,6 +175,16 @@ class OneProcess:
         values = list(self.parameters.values())
         grads = torch.autograd.grad(loss / self.parts, values, allow_unused=True, materialize_grads=True)
         return float(loss.detach()), dict(zip(self.parameters, grads, strict=True))
+
+    def _preferred(self, logits: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+        """DPO against the base alone: -log sigmoid(beta x (log ratio of the chosen answer - of the rejected one))."""
+        assert self.base is not None
+        with torch.no_grad():
+            of_base = _log_probabilities(
+                self.base(input_ids=ids, use_cache=False).logits.flatten(0, 1), wanted, len(ids)
+            )
+        rewards = self.config.tune.beta * (_log_probabilities(logits, wanted, len(ids)) - of_base)
+        return -torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2]).mean()
 
     def _sum(self, values: Sequence[Tensors], names: Sequence[str], shares: Shares) -> Tensor:
         """Each share by itself, from nothing, then the shares: fp32 addition depends on it."""
@@ -186,6 +200,17 @@ class OneProcess:
         parts = flat.split([self.parameters[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             self.parameters[name].grad = part.view_as(self.parameters[name])
+
+
+def _base(config: Config) -> torch.nn.Module:
+    """The model of model.path, in which no adapters ever were."""
+    return stages.whole(msgspec.structs.replace(config, tune=Tune(), data=Data(sequence=config.data.sequence)))
+
+
+def _log_probabilities(logits: Tensor, wanted: Tensor, rows: int) -> Tensor:
+    """Of each row's answer."""
+    some = torch.where(wanted < 0, -100, wanted)
+    return -torch.nn.functional.cross_entropy(logits, some, ignore_index=-100, reduction="none").view(rows, -1).sum(1)
 
 
 def _digest_of_bytes(values: Sequence[Tensor]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import Config, from_tree, overridden, to_tree
+from shoal.config import Config, from_tree, overridden, slices, to_tree, token_rows
 from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.escaping import UNDECODABLE
@@ -41,6 +41,7 @@ RUN = frozenset(
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
     tune.method tune.rank tune.alpha tune.targets tune.rslora tune.dora tune.quantize
+    tune.beta
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
     checkpoint.every checkpoint.at_end checkpoint.keep checkpoint.copies
@@ -275,9 +276,9 @@ def refuse_too_large(config: Config, free_bytes: int | None, disk_bytes: int | N
 
 
 def _needs(config: Config) -> Iterator[tuple[str, int]]:
-    model, train, run = config.model, config.train, config.run
-    tokens = (config.device.sequences or train.microbatch) * config.data.sequence
-    yield "the tokens of one microbatch take", train.microbatch * (config.data.sequence + 1) * 8
+    model, run = config.model, config.run
+    tokens = token_rows(config) // slices(config) * config.data.sequence
+    yield "the tokens of one microbatch take", token_rows(config) * (config.data.sequence + 1) * 8
     if (
         model.path
         or model.factory

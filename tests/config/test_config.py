@@ -233,6 +233,7 @@ def test_every_choice_is_accepted(key: Key) -> None:
         beside += ["tune.method=lora", "model.path=there"] if choice == "nf4" else []
         if key.path == "data.format" and choice != "text":
             beside = ["data.path=there", "data.source=jsonl", "data.tokenizer=there"]
+            beside += ["tune.method=lora", "model.path=there"] if choice == "preference" else []
         config.load(None, [f"{key.path}={choice}", *beside])
 
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import flaw, measured
 from shoal.core.leader.ledger import Ledger
-from shoal.core.messages import Booking, HeldOut, Member, Phase, Settings, Share, View
+from shoal.core.messages import Booking, HeldOut, Member, Phase, Rewards, Settings, Share, View
 from shoal.sim.run import results
 
 MEMBERS = (Member("a", 0), Member("b", 1), Member("c", 1))
@@ -85,3 +85,21 @@ def test_a_loss_that_nobody_measured_is_refused() -> None:
 def test_every_held_out_microbatch_is_in_the_mean_once_whatever_dies() -> None:
     for result in results("measured", range(4)):
         assert result.ok, result
+
+
+def test_rewards_are_means_over_counted_pairs_in_whatever_microbatch_they_are() -> None:
+    ledger = Ledger(2, 2, tokens=4, heldout=2, heldout_tokens=4)
+    ledger.report("b", (Booking(1, 1.0, 3, Rewards(1.0, 2.0)), Booking(2, 1.0, 1, Rewards(0.0, -1.0))), 1)
+    ledger.report("c", (Booking(0, 1.0, 1, Rewards(0.0, -2.0)), Booking(3, 0.0, 0)), 1)
+    assert ledger.rewards(LAST) == Rewards(0.75, 1.0)
+    assert ledger.rewards(LAST, heldout=True) == Rewards(0.0, -1.0)
+    assert a_ledger().rewards(LAST) is None
+
+
+@pytest.mark.parametrize(
+    "rewards", [Rewards(1.5, 0.0), Rewards(-0.1, 0.0), Rewards(math.nan, 0.0), Rewards(0.5, math.inf)]
+)
+def test_rewards_that_cannot_be_are_a_lie(rewards: Rewards) -> None:
+    ledger = Ledger(2, 2, tokens=4)
+    assert "reports an accuracy of" in ledger.report("b", (Booking(0, 1.0, 1, rewards),), 1)
+    assert not ledger.rewards(LAST)

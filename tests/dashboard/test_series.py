@@ -9,7 +9,7 @@ import msgspec
 from tests.recorded_run import RecordedRun
 
 from shoal.config import Config, tokens_per_step
-from shoal.core.messages import Committed
+from shoal.core.messages import Committed, Rewards
 from shoal.dashboard.series import Series, columns
 from shoal.launcher.watching.reader import RunReader
 from shoal.runtime.records.account import CommittedStep
@@ -99,3 +99,14 @@ def test_a_run_that_was_begun_anew_is_read_from_its_beginning(tmp_path: Path) ->
         reading = reader.read()
     assert [one.step for one in reader.series.figures] == [1, 2] and reading.config.train.batch == 256
     assert reader.series.figures[-1].tokens == 2 * tokens_per_step(reading.config)
+
+
+def test_rewards_of_pairs_are_figures_of_their_step_and_absent_where_there_are_none() -> None:
+    compared = msgspec.structs.replace(
+        a_step(0, 1.0).commit, rewards=Rewards(0.75, 2.5), heldout_rewards=Rewards(0.5, 1.0)
+    )
+    one, other = a_series(CommittedStep(0, compared, 1.0), a_step(1, 2.0)).figures
+    assert (one.reward_accuracy, one.reward_margin) == (0.75, 2.5)
+    assert (one.heldout_reward_accuracy, one.heldout_reward_margin) == (0.5, 1.0)
+    assert other.reward_accuracy is None and other.heldout_reward_margin is None
+    assert columns([one, other], 1)["heldout_reward_accuracy"] == [0.5]

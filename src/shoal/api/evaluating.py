@@ -16,12 +16,15 @@ from shoal.runtime.checkpoints import marker
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Of one text. `loss`: mean of the natural logarithms over the counted tokens; `perplexity` is e to it."""
+    """Of one text. `loss`: mean of the natural logarithms over the counted tokens; `perplexity` is e to it. Of preference pairs: the mean
+    loss of DPO, and how the adapters' rewards of the two answers compare."""
 
     path: str
     samples: int
-    tokens: int  # predicted and counted, each once
+    tokens: int  # predicted and counted, each once; 0: samples are preference pairs
     loss: float
+    accuracy: float | None = None  # of pairs: the share whose chosen answer has the larger reward
+    margin: float | None = None  # of pairs: the mean difference of their rewards
 
     @property
     def perplexity(self) -> float:
@@ -53,10 +56,14 @@ def evaluate(
     texts = [(str(path), open_held_out(config, path, samples)) for path in paths]
     if not texts:
         raise ValueError(f"nothing to evaluate {place} on; name files of held-out text")
-    chain = Chain(config, source)
-    return [
-        mean(path, text.count, chain.losses(map(text.sample, range(text.count))), on_progress) for path, text in texts
-    ]
+    chain, results = Chain(config, source), []
+    for path, text in texts:
+        numbered = map(text.sample, range(text.count))
+        if configuration.paired(config):
+            results.append(preferred(path, text.count, chain.margins(numbered), on_progress))
+        else:
+            results.append(mean(path, text.count, chain.losses(numbered), on_progress))
+    return results
 
 
 def mean(path: str, samples: int, losses: Iterator[Sequence[tuple[float, int]]], on_progress: Progress) -> Evaluation:
@@ -70,6 +77,18 @@ def mean(path: str, samples: int, losses: Iterator[Sequence[tuple[float, int]]],
     if not tokens:
         raise ValueError(f"{path}: no token of it counts")
     return Evaluation(path, samples, tokens, math.fsum(sums) / tokens)
+
+
+def preferred(path: str, samples: int, margins: Iterator[float], on_progress: Progress) -> Evaluation:
+    """Of preference pairs, by the margins of their rewards."""
+    losses: list[float] = []
+    held: list[float] = []
+    for margin in margins:
+        held.append(margin)
+        losses.append(math.log1p(math.exp(-abs(margin))) + max(0.0, -margin))  # -log sigmoid
+        on_progress(len(held), samples, math.fsum(losses) / len(losses))
+    accuracy = sum(margin > 0 for margin in held) / len(held)
+    return Evaluation(path, samples, 0, math.fsum(losses) / len(losses), accuracy, math.fsum(held) / len(held))
 
 
 def config_of(source: Path, base: str | None, settings: Sequence[str]) -> Config:

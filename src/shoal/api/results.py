@@ -34,6 +34,8 @@ class Step(msgspec.Struct, frozen=True):
     redone: int  # (microbatch, stage) results computed again so far, because a peer was lost
     saved: int  # the newest checkpoint's step at this commit; 0: none
     recovered: int  # times the run had gone back to a checkpoint
+    reward_accuracy: float | None = None  # of preference pairs: the share whose chosen answer has the larger reward
+    reward_margin: float | None = None  # of preference pairs: the mean difference of their rewards
 
 
 class Run:
@@ -143,4 +145,6 @@ def step_of(committed: CommittedStep, config: Config, first_s: float) -> Step:
         redone=committed.account.redone,
         saved=committed.saved,
         recovered=committed.recovered,
+        reward_accuracy=None if commit.rewards is None else commit.rewards.accuracy,
+        reward_margin=None if commit.rewards is None else commit.rewards.margin,
     )

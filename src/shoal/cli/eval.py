@@ -5,7 +5,7 @@
     shoal eval runs/NAME --tasks arc_easy,hellaswag
 
 Text is read as in training: the run's tokenizer, format and data.sequence. Each token that can be predicted counts once; of a chat the
-assistant's alone.
+assistant's alone. Of preference pairs: the loss of DPO, the share of pairs that are ordered as they should be, and the margin of rewards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import argparse
 import contextlib
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from shoal.api.evaluating import Evaluation
 
 SHOW_S = 2.0  # between two lines of progress
 
@@ -71,13 +75,22 @@ def main(args: argparse.Namespace) -> int:
         results = evaluate(args.place, texts, *settings, samples=args.samples, base=args.base, on_progress=progress)
     for result in results:
         if args.json:
-            print(msgspec.json.encode({**msgspec.structs.asdict(result), "perplexity": result.perplexity}).decode())
+            fields = {name: value for name, value in msgspec.structs.asdict(result).items() if value is not None}
+            print(msgspec.json.encode(fields | _perplexity(result)).decode())
             continue
-        print(
-            f"{result.path}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}"
-            f" ({result.tokens:,} tokens in {result.samples:,} samples)"
-        )
+        print(f"{result.path}: loss {result.loss:.4f}, {_beside(result)}")
     return 0
+
+
+def _perplexity(result: Evaluation) -> dict[str, float]:
+    return {} if result.accuracy is not None else {"perplexity": result.perplexity}
+
+
+def _beside(result: Evaluation) -> str:
+    """What is said of a text beside its loss."""
+    if result.accuracy is not None:
+        return f"accuracy {result.accuracy:.1%}, margin {result.margin:.4g} ({result.samples:,} preference pairs)"
+    return f"perplexity {result.perplexity:.4g} ({result.tokens:,} tokens in {result.samples:,} samples)"
 
 
 def _tasks(args: argparse.Namespace) -> int:

@@ -7,12 +7,15 @@ follows from several. Why they do not stand in their owners' packages: docs/desi
 
 from shoal.config.derived import (
     ROUND_COPIES,
+    boundary_rows,
     inflight,
     local_batch,
     masked,
     narrow_store,
+    paired,
     settings,
     slices,
+    token_rows,
     tokens_per_step,
 )
 from shoal.config.printing import quoted, text
@@ -42,6 +45,7 @@ __all__ = [
     "Run",
     "Train",
     "Tune",
+    "boundary_rows",
     "from_tree",
     "inflight",
     "load",
@@ -50,11 +54,13 @@ __all__ = [
     "microbatches",
     "narrow_store",
     "overridden",
+    "paired",
     "quoted",
     "settings",
     "slices",
     "text",
     "to_tree",
+    "token_rows",
     "tokens_per_step",
     "validate",
 ]

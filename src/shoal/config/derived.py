@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shoal import codec
-from shoal.config.sections import device, train
+from shoal.config.sections import data, device, train
 from shoal.config.sections.run import Run
 from shoal.config.sections.train import microbatches
 from shoal.config.tree import Config
@@ -25,12 +25,32 @@ def local_batch(config: Config) -> int:
 
 def tokens_per_step(config: Config) -> int:
     """Tokens of one step, all peers together."""
-    return config.train.batch * config.train.local_steps * config.data.sequence
+    return config.train.batch * config.train.local_steps * config.data.sequence * data.token_rows(config.data)
 
 
 def slices(config: Config) -> int:
     """Parts of a microbatch that are on the device one after another."""
     return device.slices(config.device, config.train)
+
+
+def paired(config: Config) -> bool:
+    """Whether samples are preference pairs."""
+    return data.paired(config.data)
+
+
+def token_rows(config: Config) -> int:
+    """Rows of tokens in a microbatch: two of each preference pair."""
+    return config.train.microbatch * data.token_rows(config.data)
+
+
+def boundary_rows(config: Config) -> int:
+    """Rows of a boundary tensor: of preference pairs, the reference's follow those that are trained."""
+    return config.train.microbatch * data.boundary_rows(config.data)
+
+
+def counts(config: Config) -> int:
+    """What counts in a microbatch, at most: tokens, or preference pairs."""
+    return config.train.microbatch * (1 if paired(config) else config.data.sequence)
 
 
 def masked(config: Config) -> bool:
@@ -93,10 +113,10 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         line_rates=run.line_rates,
         serve=run.serve,
         cache_bytes=config.device.cache_bytes,
-        tokens=train.microbatch * config.data.sequence if masked(config) else 0,
+        tokens=counts(config) if masked(config) else 0,
         heldout=-(-config.eval.samples // train.microbatch) if config.eval.path else 0,
         heldout_every=config.eval.every if config.eval.path else 0,
         patience=config.eval.patience,
         save_measured=config.eval.keep_best,
-        heldout_tokens=train.microbatch * config.data.sequence,
+        heldout_tokens=counts(config),
     )

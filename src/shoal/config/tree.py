@@ -43,7 +43,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from data.problems(config.data, config.train, config.plan)
     yield from eval.problems(config.eval, config.data, config.run, config.train, config.device)
     yield from train.problems(config.train, config.run, config.plan)
-    yield from tune.problems(config.tune, config.model, config.train, config.device)
+    yield from tune.problems(config.tune, config.model, config.train, config.device, config.data)
     yield from device.problems(config.device, config.run, config.train)
     yield from network.problems(config.network, config.model, config.train, config.data, config.device)
     yield from checkpoint.problems(config.checkpoint)

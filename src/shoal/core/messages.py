@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 25  # raised with every change of a wire message; peers of another number are refused at the handshake
+PROTOCOL = 26  # raised with every change of a wire message; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -105,6 +105,13 @@ class Account(Value, frozen=True):
     skipped: Count = 0  # of those committed, the ones of steps that changed nothing, since a result was not finite
 
 
+class Rewards(Value, frozen=True):
+    """Of preference pairs that count. The reward of an answer is tune.beta times its log ratio to the frozen base."""
+
+    accuracy: float  # the share whose chosen answer has the larger reward
+    margin: float  # mean of the chosen answers' rewards less those of the rejected ones
+
+
 class Committed(Value, frozen=True):
     """How the step before the view's step was committed: the round, the norm that clips it, who summed what."""
 
@@ -121,6 +128,8 @@ class Committed(Value, frozen=True):
     )
     counted: Count = 0  # tokens of the step whose loss counts; 0 where every token's does
     heldout: float | None = None  # mean loss over the counted held-out tokens, with the parameters before this step
+    rewards: Rewards | None = None  # of the step's preference pairs
+    heldout_rewards: Rewards | None = None  # of the held-out ones
 
 
 class HeldOut(Value, frozen=True):
@@ -322,6 +331,7 @@ class Booking(Value, frozen=True):
     counted: Count = (
         0  # at the last stage: its tokens whose loss counts; 0 where every token's does, but for held-out ones
     )
+    rewards: Rewards | None = None  # at the last stage: of its preference pairs
 
 
 class Heartbeat(Wire, frozen=True):
@@ -1072,7 +1082,8 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     """What a task found out; fields that do not apply keep their defaults."""
 
     loss: float | None = None
-    counted: int = 0  # tokens whose loss counts, in a run where not every token's does
+    counted: int = 0  # tokens whose loss counts, in a run where not every token's does; or preference pairs
+    rewards: Rewards | None = None
     digest: str = ""
     norm_sq: float = 0.0
     length: int = 0  # values in the stage's flat gradient
@@ -1252,7 +1263,7 @@ class RunForward(TaskBase, frozen=True):
 
 class RunBackward(TaskBase, frozen=True):
     """Recompute the stage on `x`, run back from `grad` (last stage: loss against the tokens), add to the step's sum,
-    write the gradient of `x` to `out` ('' at stage 0). Result: loss and counted tokens at the last stage. Failed leaves
+    write the gradient of `x` to `out` ('' at stage 0). Result: loss, counted tokens and rewards at the last stage. Failed leaves
     the sum as it was. `heldout`, at the last stage: the loss and the counted tokens alone."""
 
     purpose = "hop"

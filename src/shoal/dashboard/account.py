@@ -47,6 +47,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float, ...]
     final_loss: float | None
     heldout: HeldOut | None = None  # the loss as last measured, and the best; None: nothing is held out
+    reward_accuracy: float | None = None  # of the last step's preference pairs; None: samples are none
+    reward_margin: float | None = None
     issued: int
     committed: int
     redone: int  # (microbatch, stage) bookings that were computed again because a peer was lost
@@ -101,6 +103,7 @@ def text(summary: Summary, peers: bool = False) -> str:
         *_adopted(summary),
         *_away(summary),
         *_skipped(summary),
+        *_rewards(summary),
         *_heldout(summary),
         *_undone(summary),
         *_overlap(summary),
@@ -143,7 +146,17 @@ def _heldout(summary: Summary) -> list[tuple[str, str]]:
     best = (
         "the best" if held.best_step == held.step else f"the best was {held.best_loss:.4f} at step {held.best_step:,}"
     )
-    return [("held out", f"loss {held.loss:.4f} at step {held.step:,}, perplexity {perplexity(held.loss):.4g}; {best}")]
+    loss = f"loss {held.loss:.4f} at step {held.step:,}"
+    if summary.reward_accuracy is None:  # else the loss is not one of tokens
+        loss += f", perplexity {perplexity(held.loss):.4g}"
+    return [("held out", f"{loss}; {best}")]
+
+
+def _rewards(summary: Summary) -> list[tuple[str, str]]:
+    if summary.reward_accuracy is None:
+        return []
+    accuracy, margin = summary.reward_accuracy, summary.reward_margin
+    return [("rewards", f"{accuracy:.1%} of the last step's pairs are in their order, margin {margin:.4g}")]
 
 
 def perplexity(loss: float) -> float:

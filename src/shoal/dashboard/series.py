@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.config import Config, tokens_per_step
+from shoal.core.messages import Rewards
 from shoal.numerics.schedule import learning_rate
 from shoal.runtime.records.account import CommittedStep
 
@@ -22,6 +23,10 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # of the run so far
     loss: float | None  # None: the step changed nothing
     heldout_loss: float | None = None  # with the parameters before the step; None: it was not measured
+    reward_accuracy: float | None = None  # of preference pairs; None: samples are none
+    reward_margin: float | None = None
+    heldout_reward_accuracy: float | None = None
+    heldout_reward_margin: float | None = None
     gradient_norm: float | None
     learning_rate: float
     tokens_per_s: float | None  # None: unknown yet
@@ -55,6 +60,8 @@ class Series:
             tokens=(commit.step + 1) * size,
             loss=_finite(commit.loss) if not commit.skipped else None,
             heldout_loss=commit.heldout,
+            **_rewards("", commit.rewards),
+            **_rewards("heldout_", commit.heldout_rewards),
             gradient_norm=_finite(commit.norm) if not commit.skipped else None,
             learning_rate=learning_rate(self._config.train, self._config.run.steps, commit.step),
             tokens_per_s=(
@@ -72,13 +79,20 @@ def columns(figures: Sequence[StepFigures], most: int) -> dict[str, list[float |
     stride = max(1, math.ceil(len(figures) / most))
     numbers = [number for number in range(len(figures)) if (len(figures) - 1 - number) % stride == 0]
     result = {name: [getattr(figures[at], name) for at in numbers] for name in StepFigures.__struct_fields__}
-    result["heldout_loss"] = [_newest(figures[max(0, at - stride + 1) : at + 1]) for at in numbers]
+    for name in (name for name in result if name.startswith("heldout_")):
+        result[name] = [_newest(name, figures[max(0, at - stride + 1) : at + 1]) for at in numbers]
     return result
 
 
-def _newest(figures: Sequence[StepFigures]) -> float | None:
+def _newest(name: str, figures: Sequence[StepFigures]) -> float | None:
     """What was measured last in these steps."""
-    return next((one.heldout_loss for one in reversed(figures) if one.heldout_loss is not None), None)
+    return next((value for one in reversed(figures) if (value := getattr(one, name)) is not None), None)
+
+
+def _rewards(of: str, rewards: Rewards | None) -> dict[str, float]:
+    if rewards is None:
+        return {}
+    return {f"{of}reward_accuracy": rewards.accuracy, f"{of}reward_margin": rewards.margin}
 
 
 def _finite(value: float) -> float | None:

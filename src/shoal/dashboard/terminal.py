@@ -85,6 +85,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     first_step: int = 0  # where this run (or its resumption) started
     losses: tuple[float, ...] = ()  # of the committed steps
     heldout: HeldOut | None = None  # as last measured, and the best
+    reward_accuracy: float | None = None  # of the newest step's preference pairs
     tokens_per_s: float = 0.0
     step_s: float = 0.0  # between two recent commits; 0: fewer than two of this session
     issued: int = 0
@@ -186,6 +187,8 @@ def headline(snapshot: Snapshot) -> str:
     ]
     if snapshot.losses:
         words.append(f"loss {snapshot.losses[-1]:.3f}")
+    if snapshot.reward_accuracy is not None:
+        words.append(f"accuracy {snapshot.reward_accuracy:.1%}")
     if snapshot.heldout is not None:
         words.append(f"held out {snapshot.heldout.loss:.3f} at step {snapshot.heldout.step:,}")
     if snapshot.tokens_per_s > 0:

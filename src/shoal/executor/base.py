@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.config import Config, boundary_rows, token_rows
+from shoal.core.messages import Rewards
 from shoal.model import sequential
 from shoal.model.cut import Stage
 from shoal.model.families import hf_config
@@ -54,17 +55,17 @@ class Executor(Protocol):
         ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """Boundary tensor for the next stage. `x`: tokens (B, L) int64 at stage 0, else a boundary tensor."""
+        """Boundary tensor for the next stage. `x`: tokens (B, L) int64 at stage 0, else a boundary tensor; of preference pairs the rows of
+        the reference follow those that are trained."""
         ...
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         """Run the stage on `x` again, or use the activations that `forward` kept of the same bits; differentiate from `grad` (last
         stage: from the loss against `tokens` (B, L+1)); add to `sum`.
 
-        Returns the gradient of `x` (None at stage 0) and the microbatch's mean loss (None before the last stage), which is 0 for
-        tokens that do not count. The loss is divided by the microbatches of a step, so that a step's sum is the gradient of the
-        batch's mean. A ValueError, NotFinite included,
-        leaves `sum` unchanged."""
+        Returns the gradient of `x` (None at stage 0; of preference pairs without the reference's rows) and the microbatch's mean loss (None
+        before the last stage), which is 0 for tokens that do not count. The loss is divided by the microbatches of a step, so that a
+        step's sum is the gradient of the batch's mean. A ValueError, NotFinite included, leaves `sum` unchanged."""
         ...
 
     def zero(self, step: int = 0) -> None:
@@ -120,7 +121,7 @@ class Evaluating(Protocol):
 
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         """Forwards only, and nothing is kept: the boundary tensor for the next stage; at the last stage, given the `tokens` (B, L+1), the
-        mean loss of those that count, 0 if none does. ValueError: NotFinite."""
+        mean loss of those that count, tokens or preference pairs, 0 if none does. ValueError: NotFinite."""
         ...
 
 
@@ -131,17 +132,37 @@ def evaluate(executor: Executor, x: Tensor, tokens: Tensor | None) -> Tensor | f
     return executor.evaluate(x, tokens)
 
 
+@runtime_checkable
+class Comparing(Protocol):
+    """An executor whose last stage compares preference pairs."""
+
+    def rewards(self) -> Rewards | None:
+        """Of the pairs of the newest microbatch that ran back or was evaluated; None: there were none."""
+        ...
+
+
+def rewards(executor: Executor) -> Rewards | None:
+    return executor.rewards() if isinstance(executor, Comparing) else None
+
+
 class BoundaryShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def boundary(config: Config) -> BoundaryShape:
-    """Shape and type of the tensors between stages, forwards and backwards, of whole microbatches."""
+    """Shape and type of the tensors between stages, of whole microbatches."""
     if config.device.executor == "emulated":
         return BoundaryShape((config.device.emulated_values,), torch.float32)
     width = hidden_size(config) // parse(config.model.boundary)[1]
-    return BoundaryShape((config.train.microbatch, config.data.sequence, width), DTYPES[config.train.dtype])
+    return BoundaryShape((boundary_rows(config), config.data.sequence, width), DTYPES[config.train.dtype])
+
+
+def boundary_gradient(config: Config) -> BoundaryShape:
+    """The same of their gradients: the rows of preference pairs' references have none."""
+    (whole, *rest), dtype = boundary(config)
+    passes = boundary_rows(config) // token_rows(config)
+    return BoundaryShape((-(-whole // passes), *rest), dtype)
 
 
 def hidden_size(config: Config) -> int:

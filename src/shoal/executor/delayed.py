@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.executor.base import Executor, copy_state_, infer
+from shoal.core.messages import Rewards
+from shoal.executor.base import Executor, copy_state_, infer, rewards
 from shoal.executor.streams import streams_of
 from shoal.numerics import pieces
 
@@ -100,6 +101,9 @@ class Delayed:
         """The inner executor, set to the selected step: for hops that only it can run."""
         self._select()
         return self._inner
+
+    def rewards(self) -> Rewards | None:
+        return rewards(self._inner)
 
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         return infer(self._inner, x, cache)

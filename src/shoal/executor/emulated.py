@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
-from shoal.executor.base import NotFinite, boundary, copy_state_, digest_of
+from shoal.executor.base import NotFinite, boundary, boundary_gradient, copy_state_, digest_of
 
 
 class Emulated:
@@ -31,6 +31,7 @@ class Emulated:
         self._sleep = sleep
         # One tensor for every answer, never written to: time goes to the modelled work, not to clearing memory.
         self._boundary = torch.zeros(boundary(config).shape, dtype=torch.float32)
+        self._back = torch.zeros(boundary_gradient(config).shape, dtype=torch.float32)
         self.length = config.device.emulated_gradient
         self.sum = torch.zeros(self.length)
         self._parameter, self._exp_avg, self._exp_avg_sq = (torch.zeros(self.length) for _ in range(3))
@@ -46,7 +47,7 @@ class Emulated:
             raise ValueError("the last stage runs back from tokens, every other one from a gradient")
         self._sleep(self._backward_s)
         self.sum += self._share
-        return None if self._first else self._boundary, 1.0 if self._last else None
+        return None if self._first else self._back, 1.0 if self._last else None
 
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         self._sleep(self._forward_s)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.cut import Stage
+from shoal.model.layers import pairs
 
 PIECE = 1 << 14  # values, whose fp32 copy stays in the cache
 
@@ -46,7 +47,8 @@ def check_ends(stage: Stage, x: Tensor, grad: Tensor | None, tokens: Tensor | No
     if tokens is None:
         raise ValueError("the last stage runs back from the tokens, and there are none")
     check_tokens(stage, tokens, uncounted=True)
-    if x.shape[:2] != (tokens.shape[0], tokens.shape[1] - 1):
+    rows = len(tokens) * (2 if stage.paired and not stage.first else 1)
+    if x.shape[:2] != (rows, tokens.shape[1] - 1):
         raise ValueError(f"input {tuple(x.shape)} does not fit tokens {tuple(tokens.shape)}")
 
 
@@ -56,6 +58,13 @@ class BackwardInput(NamedTuple):
     x: Tensor
     grad: Tensor | None  # of the output
     tokens: Tensor | None
+
+
+def parted(stage: Stage, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows that are trained, and those of the reference; None: samples are no preference pairs."""
+    if not stage.paired:
+        return x, None
+    return (x, x) if stage.first else pairs.parted(x)
 
 
 def cut(sequences: int, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> list[BackwardInput]:
@@ -80,13 +89,16 @@ def joined(slices: Sequence[tuple[Tensor | None, float | None]]) -> tuple[Tensor
     return torch.cat(grads) if grads else None, math.fsum(losses) / len(losses) if losses else None
 
 
-def outcome(stage: Stage, given: BackwardInput, y: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def outcome(
+    stage: Stage, given: BackwardInput, y: Tensor | None = None, reference: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The tensor to differentiate, the gradient to start from, and the loss. Call `check_ends` before. `y`: the output on `x`
-    with its graph, where that is kept."""
+    with its graph, where that is kept. `reference`: the same rows as the frozen base computes them, which the last stage's loss of
+    preference pairs compares with."""
     x, grad, tokens = given
     if stage.last:
         assert tokens is not None
-        loss = stage.loss(x, tokens)
+        loss = stage.loss(x, tokens) if reference is None else stage.loss(x, tokens, reference)
         return loss, None, loss.detach()
     assert grad is not None
     if y is None:

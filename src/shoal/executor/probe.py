@@ -17,11 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.config import Config, token_rows
 from shoal.executor.base import device_of, emulates_bf16, free_bytes
 from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
-from shoal.planner.inputs.profile import BACKWARD, FORWARD
 
 WARM_UP = 2  # passes not counted: kernels are selected, memory is allocated
 LINK_BYTES = 64 << 20  # one copy between host and device
@@ -42,10 +41,11 @@ class Rate(msgspec.Struct, frozen=True):
 def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> Rate:
     """Repeat forward and backward of the whole model for `seconds`; `progress` receives a line every 2 s."""
     profile = analysis.count(config)
-    flops = (FORWARD + BACKWARD) * profile.flops
+    whole = profile.stage(range(profile.blocks))
+    flops = whole.flops + whole.again_flops + whole.back_flops
     stage = stages.build(config, 0, device=str(device_of(config)))
     executor = Resident(stage, config)
-    shape = (config.train.microbatch, config.data.sequence + 1)
+    shape = (token_rows(config), config.data.sequence + 1)
     tokens = torch.randint(stage.vocabulary or 1, shape, generator=torch.Generator().manual_seed(0))
     seconds_per_pass: list[float] = []
     warm_up, reported_at = WARM_UP, time.monotonic()

@@ -8,6 +8,7 @@ parameters. Gradients are added in fp32 in either case.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config import Config, microbatches, slices
+from shoal.config import Config, microbatches, slices, token_rows
+from shoal.core.messages import Rewards
 from shoal.executor.base import DTYPES, NotFinite, base_of, out_of_memory, with_base
 from shoal.executor.graphs import Graph, Graphs
-from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome
+from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome, parted
 from shoal.executor.master import Master
 from shoal.model.cut import Stage, counted
+from shoal.model.layers import pairs
 from shoal.numerics import pieces
 from shoal.numerics.compress import finite
 from shoal.numerics.optimizer import Schedule
@@ -31,7 +34,7 @@ class Resident:
 
     def __init__(self, stage: Stage, config: Config, schedule: Schedule | None = None) -> None:
         self._stage = stage
-        self._slice = config.device.sequences or config.train.microbatch
+        self._slice = token_rows(config) // slices(config)
         self._parts = microbatches(config.train) * slices(config)  # slices per step
         self._dtype, self._compiled = DTYPES[config.train.dtype], config.device.compile
         names, self.computing = zip(*stage.named_parameters(), strict=True)
@@ -49,24 +52,37 @@ class Resident:
         self.base = base_of(stage)
 
     def forward(self, x: Tensor) -> Tensor:
-        xs = torch.split(self._input(x), self._slice)
+        x, reference = parted(self._stage, self._input(x))
+        xs = torch.split(x, self._slice)
         ys = self.graphs.forward(xs)
-        if ys is None:
-            with torch.no_grad():
-                ys = [self._stage.forward(part) for part in xs]
-        y = ys[0] if len(ys) == 1 else torch.cat(ys)
+        return self._output(self._forwards(xs) if ys is None else ys, reference)
+
+    def _forwards(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return [self._stage.forward(part) for part in xs]
+
+    def _output(self, ys: Sequence[Tensor], reference: Tensor | None) -> Tensor:
+        """What the next stage gets: a microbatch's slices, and behind them those of the reference."""
+        if reference is not None:
+            ys = [*ys, *map(self._stage.reference, torch.split(reference, self._slice))]
+        y = ys[0] if len(ys) == 1 else torch.cat(list(ys))
         if not finite(y):
             raise NotFinite("the stage's output is not finite")
         return y
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         x = self._input(x)
+        self._stage.compared.clear()
         check_ends(self._stage, x, grad, tokens)
+        x, reference = parted(self._stage, x)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
+        references = self._references(slices, reference)
         sum_before = self.sum.clone() if len(slices) > 1 else None  # a later slice can fail
         graphs = self.graphs.take([part.x for part in slices])
         try:
-            results = [self._slice_back(part, graphs[at] if graphs else None) for at, part in enumerate(slices)]
+            results = [
+                self._slice_back(part, references[at], graphs[at] if graphs else None) for at, part in enumerate(slices)
+            ]
         except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
@@ -75,13 +91,21 @@ class Resident:
             raise
         return joined(results)
 
-    def _slice_back(self, part: BackwardInput, graph: Graph | None) -> tuple[Tensor | None, float | None]:
+    def _references(self, slices: Sequence[BackwardInput], reference: Tensor | None) -> Sequence[Tensor | None]:
+        """What the loss of each slice compares with."""
+        if reference is None or not self._stage.last:
+            return [None] * len(slices)
+        return torch.split(reference, self._slice)
+
+    def _slice_back(
+        self, part: BackwardInput, reference: Tensor | None, graph: Graph | None
+    ) -> tuple[Tensor | None, float | None]:
         x = part.x if graph is None else graph.x
         variables = list(self.computing)
         if not self._stage.first:
             variables.append(x.requires_grad_())
         with torch.enable_grad():
-            y, grad_y, loss = outcome(self._stage, part._replace(x=x), None if graph is None else graph.y)
+            y, grad_y, loss = outcome(self._stage, part._replace(x=x), None if graph is None else graph.y, reference)
             y = y if loss is None else y / self._parts
             gradients = list(torch.autograd.grad(y, variables, grad_y, allow_unused=True, materialize_grads=True))
         if not finite(*gradients):
@@ -101,19 +125,23 @@ class Resident:
             return self._stage.infer(self._input(x), cache)
 
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
-        xs = torch.split(self._input(x), self._slice)
+        x, reference = parted(self._stage, self._input(x))
+        if tokens is None:
+            return self._output(self._forwards(torch.split(x, self._slice)), reference)
+        self._stage.compared.clear()
+        slices = cut(self._slice, x, None, tokens.to(self._device))
         with torch.no_grad():
-            if tokens is None:
-                y = torch.cat([self._stage.forward(part) for part in xs])
-                if not finite(y):
-                    raise NotFinite("the stage's output is not finite")
-                return y
-            rows = torch.split(tokens.to(self._device), self._slice)
-            sums = [float(self._stage.loss(*pair)) * pair[1][:, 1:].numel() for pair in zip(xs, rows, strict=True)]
-        loss = math.fsum(sums) / max(1, counted(tokens))
+            parts = zip(slices, self._references(slices, reference), strict=True)
+            losses = [outcome(self._stage, part, None, compared)[0] for part, compared in parts]
+        paired, means = self._stage.paired, map(float, losses)
+        every = [len(part.x) // 2 if paired else part.x.shape[:2].numel() for part in slices]
+        loss = math.fsum(map(operator.mul, means, every)) / max(1, counted(tokens, paired))
         if not math.isfinite(loss):
             raise NotFinite("the loss of held-out samples is not finite")
         return loss
+
+    def rewards(self) -> Rewards | None:
+        return pairs.rewards(torch.cat(self._stage.compared)) if self._stage.compared else None
 
     def zero(self, step: int = 0) -> None:
         self.sum.zero_()

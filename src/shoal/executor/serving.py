@@ -27,7 +27,8 @@ from shoal.executor.base import (
 )
 from shoal.executor.inputs import check_input
 from shoal.model import stages
-from shoal.model.cut import Stage, counted, inputs
+from shoal.model.cut import Stage, counted, inputs, rows_of
+from shoal.model.stages import HuggingFaceStage
 
 
 class Serving:
@@ -55,6 +56,13 @@ class Serving:
         x = self._input(x)
         parts = zip(torch.split(x, 1), torch.split(tokens, 1), strict=True)
         return [float(self._stage.loss(part, row)) * (row.numel() - 1) for part, row in parts]
+
+    def margins(self, tokens: Tensor) -> list[float]:
+        """Of each preference pair of (2 P, L + 1) `tokens`, where this is the only stage: see model/layers/pairs.py."""
+        assert isinstance(self._stage, HuggingFaceStage) and self._stage.first and self._stage.last
+        x = self._input(inputs(tokens))
+        parts = zip(torch.split(x, 2), torch.split(tokens, 2), strict=True)
+        return [float(self._stage.margins(part, pair, part)) for part, pair in parts]
 
     def backward(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         raise ValueError("this run serves texts (run.serve); nothing is trained")
@@ -108,6 +116,13 @@ class Chain:
         while batch := list(islice(ordered, self._batch)):
             tokens = torch.from_numpy(np.stack(batch))
             yield list(zip(self._sums(tokens), [counted(row[None]) for row in tokens], strict=True))
+
+    def margins(self, samples: Iterable[npt.NDArray[np.int64]]) -> Iterator[float]:
+        """Of each preference pair (2 L + 1,): by how much the chosen answer's reward is above the rejected one's."""
+        (stage,) = self._stages  # boundary layers and adapters exclude each other
+        for sample in samples:
+            with torch.inference_mode():
+                yield from stage.margins(rows_of(torch.from_numpy(sample)[None], 2).to(self._device))
 
     def _sums(self, tokens: Tensor) -> list[float]:
         x = inputs(tokens)

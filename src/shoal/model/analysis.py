@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.config import Config, slices
+from shoal.config import Config, boundary_rows, paired, slices, token_rows
 from shoal.model.families import hf_config, model_class
 from shoal.model.layers import adapters
 from shoal.model.saved import saved_by_autograd
@@ -70,30 +70,32 @@ def count(config: Config) -> Profile:
             part,
             flops=slices(config) * part.flops,
             back_flops=None if all_trained else slices(config) * (part.back_flops or 0.0),
+            reference_flops=slices(config) * part.reference_flops,
         )
         for part in parts_counted
     )
-    sequences, tokens = config.train.microbatch, config.data.sequence
-    boundary = sequences * tokens * model.config.hidden_size * dtype.itemsize
+    rows, tokens = token_rows(config), config.data.sequence
+    boundary = boundary_rows(config) * tokens * model.config.hidden_size * dtype.itemsize
     tied = bool(getattr(hf, "tie_word_embeddings", False))
     return Profile(
         counted,
         float(boundary),
-        8.0 * sequences * (tokens + 1),
+        8.0 * rows * (tokens + 1),
         tied,
         COUNTED if fused else UNFUSED.format(hf.model_type),
         slices(config),
+        boundary_rows(config) // rows,
     )
 
 
 def _count_part(
     parts: Parts, fake: FakeTensorMode, config: Config, name: str, blocks: range, *, first: bool, last: bool
 ) -> Part:
-    """Forward and backward of one part alone."""
+    """Forward and backward of one part alone; of preference pairs also the forward that they are compared with."""
     model, end = parts.model, config.data.document_end
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
-    shape = (config.device.sequences or config.train.microbatch, config.data.sequence)
+    shape = (token_rows(config) // slices(config), config.data.sequence)
     sizes = [value.numel() for value in model.parameters() if value.requires_grad]
     frozen_bytes = sum(value.nbytes for value in adapters.frozen(model))
     flops, memory = FlopCounterMode(display=False), _MemoryMode()
@@ -102,12 +104,14 @@ def _count_part(
     with _countable(parts, name), _quiet(), fake, torch.device("meta"):
         tokens = torch.zeros((shape[0], shape[1] + 1), dtype=torch.int64)
         hidden = torch.zeros((*shape, model.config.hidden_size + (end >= 0)), dtype=model.dtype)
+        stage = _alone(model, config, first, last)
+        reference = hidden.clone() if stage.paired else None
         x = tokens[:, 1:].clone() if first else hidden.requires_grad_()
-        stage = HuggingFaceStage(model, first=first, last=last, document_end=end)
+        reference_flops = _reference_flops(stage, x)
         own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
         with flops, memory:
             with saved_by_autograd(own_storages) as saved:
-                y = stage.loss(x, tokens) if last else stage.forward(x)
+                y = stage.loss(x, tokens, reference) if last else stage.forward(x)
             forward, forward_bytes = flops.get_total_flops(), memory.most
             memory.most = memory.now
             if y.requires_grad:
@@ -122,7 +126,7 @@ def _count_part(
     return Part(
         name,
         float(sum(sizes)),
-        float(forward),
+        float(forward + reference_flops),
         float(own_bytes),
         float(memory.most - own_bytes - beside),
         float(max(sizes, default=0)),
@@ -132,7 +136,22 @@ def _count_part(
         float(passed_bytes),
         float(frozen_bytes),
         float(flops.get_total_flops() - forward),
+        float(reference_flops),
     )
+
+
+def _alone(model: PreTrainedModel, config: Config, first: bool, last: bool) -> HuggingFaceStage:
+    beta = config.tune.beta if paired(config) else 0.0
+    return HuggingFaceStage(model, first=first, last=last, document_end=config.data.document_end, beta=beta)
+
+
+def _reference_flops(stage: HuggingFaceStage, x: Tensor) -> int:
+    """Of the frozen base's forward, where preference pairs are compared with it; at the end it is within the loss."""
+    if not stage.paired or stage.last:
+        return 0
+    with FlopCounterMode(display=False) as flops, _MemoryMode():
+        stage.reference(x)
+    return int(flops.get_total_flops())
 
 
 @contextmanager

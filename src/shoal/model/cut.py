@@ -27,6 +27,10 @@ class Stage(Protocol):
     first: bool  # takes tokens (B, L) int64 instead of hidden states (B, L, D)
     last: bool  # has a loss instead of a boundary tensor
     vocabulary: int | None  # tokens must be below it; None = the model takes no token ids
+    paired: bool  # samples are preference pairs, whose rows pass it with adapters and without (layers/pairs.py)
+    compared: list[
+        Tensor
+    ]  # margins of the pairs whose loss was computed since it was emptied; NaN for one that does not count
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""
@@ -50,9 +54,13 @@ class Stage(Protocol):
         the text is too long, or the model keeps no keys and values."""
         ...
 
-    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def loss(self, x: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
         """Mean loss of a microbatch, at the last stage, 0 for tokens that do not count. `x`: the stage's input, `tokens` (B, L+1)
-        int64."""
+        int64. `reference`: the input of the frozen base, where samples are preference pairs."""
+        ...
+
+    def reference(self, x: Tensor) -> Tensor:
+        """`forward` of the frozen base alone, without a graph."""
         ...
 
 
@@ -103,6 +111,12 @@ def positions(starts_BL: Tensor) -> Tensor:
     return numbers - torch.where(starts_BL, numbers, 0).cummax(1).values
 
 
+def rows_of(samples: Tensor, rows: int) -> Tensor:
+    """(B x rows, L+1) from (B, rows x L + 1): neighbours share a token, the last target of one, which the other begins with."""
+    length = (samples.shape[1] - 1) // rows
+    return samples.unfold(1, length + 1, length).flatten(0, 1).contiguous()
+
+
 def plain(tokens: Tensor) -> Tensor:
     """Token ids of a microbatch's tokens, where ~id stands for a token whose loss does not count."""
     return tokens ^ (tokens >> 63)
@@ -118,9 +132,21 @@ def targets(tokens: Tensor) -> Tensor:
     return tokens[:, 1:].clamp(min=UNCOUNTED)
 
 
-def counted(tokens: Tensor) -> int:
-    """How many of a microbatch's targets count."""
-    return int((tokens[:, 1:] >= 0).sum())
+def counted(tokens: Tensor, pairs: bool = False) -> int:
+    """How many of a microbatch's targets count; of preference pairs, how many of these."""
+    return int((counted_pairs(tokens) if pairs else tokens[:, 1:] >= 0).sum())
+
+
+def counted_pairs(tokens: Tensor) -> Tensor:
+    """(P,) bool, of (2 P, L+1) tokens: pairs of which any token counts."""
+    return (tokens[:, 1:] >= 0).any(1).view(-1, 2).any(1)
+
+
+def row_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """(B,): of each row the sum of its counted tokens' cross entropies, in fp32."""
+    logits, wanted = logits_BLV.float().flatten(0, 1), targets_BL.flatten()
+    losses = nn.functional.cross_entropy(logits, wanted, ignore_index=UNCOUNTED, reduction="none")
+    return losses.view(targets_BL.shape).sum(1)
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ def width(config: Config, own: OwnModel) -> int:
 class SequentialStage:
     """A cut.Stage: consecutive children of an nn.Sequential, under their names in the whole."""
 
+    paired = False
+
     def __init__(self, model: nn.Sequential, loss: Loss, *, first: bool, last: bool) -> None:
         self.model = model
         self.first = first
@@ -96,6 +98,7 @@ class SequentialStage:
         embedding = next((child for child in model if first), None)
         self.vocabulary: int | None = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._loss = loss
+        self.compared: list[Tensor] = []
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
@@ -113,7 +116,12 @@ class SequentialStage:
     def infer(self, x: Tensor, cache: object) -> tuple[Tensor, object]:
         raise ValueError("a model of your own (model.factory) keeps no keys and values, so that it serves no texts")
 
-    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def reference(self, x: Tensor) -> Tensor:
+        raise ValueError(
+            "a model of your own (model.factory) has no adapters, so that nothing is compared with its base"
+        )
+
+    def loss(self, x: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
         return self._loss(self.forward(x), targets(tokens))
 
 

@@ -20,11 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.config import Config
+from shoal.config import Config, paired
 from shoal.model import sequential
-from shoal.model.cut import cut, document_starts, next_token_loss, positions, targets, with_borders
+from shoal.model.cut import (
+    counted_pairs,
+    cut,
+    document_starts,
+    next_token_loss,
+    positions,
+    row_losses,
+    targets,
+    with_borders,
+)
 from shoal.model.families import cuts, hf_config, model_class, plan_of
-from shoal.model.layers import adapters, balance, boundary, linear, vocabulary
+from shoal.model.layers import adapters, balance, boundary, linear, pairs, vocabulary
 from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -83,14 +92,23 @@ class HuggingFaceStage:
     """A cut.Stage: some blocks of a Hugging Face model, run by the model's own forward."""
 
     def __init__(
-        self, model: PreTrainedModel, *, first: bool, last: bool, document_end: int = -1, blocks: range = range(0)
+        self,
+        model: PreTrainedModel,
+        *,
+        first: bool,
+        last: bool,
+        document_end: int = -1,
+        blocks: range = range(0),
+        beta: float = 0.0,
     ) -> None:
-        """`blocks`: those that it holds, for `infer` alone."""
+        """`blocks`: those that it holds, for `infer` alone. `beta`: of preference pairs (tune.beta); 0: samples are none."""
         self.model, self._blocks = model, blocks
         self.document_end = document_end
         self.first = first
         self.last = last
         self.vocabulary: int | None = model.config.vocab_size
+        self.paired, self._beta = beta > 0, beta
+        self.compared: list[Tensor] = []
         layers: list[boundary.Layers] = list(getattr(model, boundary.ATTRIBUTE, {}).values())
         self._widen = next((each.widen for each in layers if each.widen is not None), None)
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
@@ -139,11 +157,31 @@ class HuggingFaceStage:
         ]
         return cache
 
-    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def loss(self, x: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
+        if reference is not None:
+            margins = self.margins(x, tokens, reference)
+            self.compared.append(torch.where(counted_pairs(tokens), margins.detach(), torch.nan))
+            return pairs.loss(margins, tokens)
         head = vocabulary.sliced_head(self.model, targets(tokens).numel())
         if head is None:
             return next_token_loss(self.forward(x), targets(tokens))
         return vocabulary.loss(self.model, head, self._hidden(x), targets(tokens))
+
+    def reference(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), adapters.disabled(self.model):
+            return self.forward(x)
+
+    def margins(self, x: Tensor, tokens: Tensor, reference: Tensor) -> Tensor:
+        """See pairs.margins, at the last stage. The reference's come first: its activations are gone before the others' are kept."""
+        with torch.no_grad(), adapters.disabled(self.model):
+            of_base = self._row_losses(reference, tokens)
+        return pairs.margins(self._row_losses(x, tokens), of_base, self._beta)
+
+    def _row_losses(self, x: Tensor, tokens: Tensor) -> Tensor:
+        head = vocabulary.sliced_head(self.model, targets(tokens).numel())
+        if head is None:
+            return row_losses(self.forward(x), targets(tokens))
+        return vocabulary.token_losses(self.model, head, self._hidden(x), targets(tokens)).sum(1)
 
     def _hidden(self, x: Tensor) -> Tensor:
         y: Tensor = self.model.base_model(**self._keywords(x)).last_hidden_state
@@ -207,8 +245,8 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.Sequenti
 
 def _stage(model: PreTrainedModel, blocks: range, config: Config, stage: int) -> HuggingFaceStage:
     first, last = stage == 0, stage == config.run.stages - 1
-    end = config.data.document_end
-    return HuggingFaceStage(model, first=first, last=last, document_end=end, blocks=blocks)
+    end, beta = config.data.document_end, config.tune.beta if paired(config) else 0.0
+    return HuggingFaceStage(model, first=first, last=last, document_end=end, blocks=blocks, beta=beta)
 
 
 def _insert(model: Any, parts: Parts, config: Config, stage: int) -> range:

@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
 from torch import Tensor
 
-from shoal.config import Config, microbatches, settings
+from shoal.config import Config, microbatches, paired, settings
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
-from shoal.core.messages import Account, Committed, HeldOut, Member, Phase, Share, View
+from shoal.core.leader.ledger import mean_rewards
+from shoal.core.messages import Account, Committed, HeldOut, Member, Phase, Rewards, Share, View
 from shoal.executor import create
-from shoal.executor.base import Executor, evaluate, prepare_thread
+from shoal.executor.base import Executor, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import counted, inputs
@@ -51,6 +53,7 @@ class Alone:
         self.executor.zero(first_step)
         self._first = self.done = first_step  # steps
         self.heldout: HeldOut | None = None
+        self._compared: list[tuple[Rewards | None, int]] = []  # of the step's microbatches, with their counted pairs
         self.saved = first_step or None  # the step of the newest checkpoint
         self._optimizer_thread = (
             ThreadPoolExecutor(1, "shoal-optimizer", lambda: prepare_thread(config)) if config.train.staleness else None
@@ -61,6 +64,7 @@ class Alone:
         """Train one step. Returns the view that a run would have agreed on. Broken: the parameters lack the step."""
         try:
             heldout = self._measure()
+            self._compared.clear()
             losses, tokens = self._losses(on_progress)
             reduced = self.executor.sum  # on its device; nothing is averaged
             if self._optimizer_thread is not None:
@@ -76,7 +80,8 @@ class Alone:
         if self.done >= self._config.run.steps:
             self._wait_for_update()
             self._measure()
-        return self._view_after(sum(losses) / len(losses) * scale, norm, tokens, heldout)
+        view = self._view_after(sum(losses) / len(losses) * scale, norm, tokens, heldout)
+        return msgspec.structs.replace(view, last=self._with_rewards(view.last))
 
     @property
     def ended(self) -> bool:
@@ -138,16 +143,20 @@ class Alone:
             batch = [self._dataset.microbatch(self.done, index) for index in indices]
             losses += self._backward(batch)
             if self._settings.tokens:
-                tokens += sum(map(counted, batch))
+                tokens += sum(counted(part, paired(self._config)) for part in batch)
             on_progress(len(losses), self._count)
         return losses, tokens
+
+    def _with_rewards(self, last: Committed | None) -> Committed | None:
+        means = mean_rewards(self._compared)
+        return last if last is None or means is None else msgspec.structs.replace(last, rewards=means)
 
     def _measure(self) -> float | None:
         """The held-out loss with the newest parameters, as a run's last stage measures it. None: it is not due."""
         total, tokens = 0.0, 0
         for index in range(self._count, self._settings.count(self.done)):
             batch = self._dataset.microbatch(self.done, index)
-            counts = counted(batch)
+            counts = counted(batch, paired(self._config))
             total += float(evaluate(self.executor, inputs(batch), batch)) * counts
             tokens += counts
         if not tokens:
@@ -159,7 +168,10 @@ class Alone:
         executor = self.executor.inside() if isinstance(self.executor, Delayed) else self.executor
         if isinstance(executor, Swapping):
             return executor.backward_batch(batch)
-        losses = [executor.backward(inputs(tokens), None, tokens)[1] for tokens in batch]
+        losses = []
+        for tokens in batch:
+            losses.append(executor.backward(inputs(tokens), None, tokens)[1])
+            self._compared.append((rewards(executor), counted(tokens, paired(self._config))))
         return [loss for loss in losses if loss is not None]
 
     def _view_after(self, loss: float, norm: float, tokens: int, heldout: float | None) -> View:

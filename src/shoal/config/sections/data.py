@@ -30,9 +30,9 @@ class Data(Section, frozen=True):
         Meta(description="This names the file, directory or glob of text and jsonl, or the data set of huggingface."),
     ] = ""
     format: Annotated[
-        Literal["text", "chat", "prompt"],
+        Literal["text", "chat", "prompt", "preference"],
         Meta(
-            description="Rows are text, chats whose loss counts the assistant's tokens alone, or prompts whose completion counts."
+            description="Rows are text, chats (the assistant's tokens count), prompts (the completion counts), or pairs for DPO."
         ),
     ] = "text"
     field: Annotated[
@@ -68,7 +68,10 @@ class Data(Section, frozen=True):
     tokenizer: Annotated[
         str, Meta(description="Text becomes tokens by this Hugging Face tokenizer, or by bytes, one token each.")
     ] = "bytes"
-    sequence: Annotated[int, Meta(ge=1, le=2**20, description="A sample has this many tokens.")] = 128
+    sequence: Annotated[
+        int,
+        Meta(ge=1, le=2**20, description="A sample has this many tokens; each of the two rows of a preference pair."),
+    ] = 128
     document_end: Annotated[
         int,
         Meta(
@@ -86,7 +89,22 @@ class Data(Section, frozen=True):
 
 def field_of(data: Data) -> str:
     """The field that a row is read from."""
-    return data.field or ("messages" if data.format == "chat" else "text")
+    return data.field or {"text": "text", "chat": "messages"}.get(data.format, "prompt")
+
+
+def paired(data: Data) -> bool:
+    """A sample is a preference pair, which is compared with what the frozen base says of it."""
+    return data.format == "preference"
+
+
+def token_rows(data: Data) -> int:
+    """Rows of tokens in a sample: a pair has a chosen and a rejected one."""
+    return 2 if paired(data) else 1
+
+
+def boundary_rows(data: Data) -> int:
+    """Rows of a boundary tensor for a sample: of a pair those of the reference follow."""
+    return 2 * token_rows(data) if paired(data) else 1
 
 
 def problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
@@ -119,7 +137,11 @@ def _row_problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
         yield f"{what} needs a tokenizer with a chat template; set data.tokenizer to a Hugging Face tokenizer"
     if data.format == "prompt":
         yield from without_effect(data, "data", ["field"], f"{what} reads the fields prompt and completion")
-    if data.packing and data.source == "huggingface":
+    if paired(data):
+        yield from without_effect(data, "data", ["field"], f"{what} reads the fields prompt, chosen and rejected")
+        why = "each answer of a preference pair is a row of its own"
+        yield from without_effect(data, "data", ["packing", "document_end"], why)
+    elif data.packing and data.source == "huggingface":
         yield "data.packing = true reads whole files, and data.source = 'huggingface' is streamed; try data.packing=false"
     if train.local_steps > 1 or "local_steps" in plan.allow:
         yield (

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from shoal.config import regions
 from shoal.config.section import DAY_S, MOST_BYTES, MOST_Bps, Section, without_effect
-from shoal.config.sections.data import Data
+from shoal.config.sections.data import Data, boundary_rows, token_rows
 from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
@@ -137,6 +137,7 @@ def _size_problems(network: Network, model: Model, train: Train, data: Data, dev
         need = 4 * device.emulated_values
     else:
         width = 0 if model.path else model.hidden_size * (4 if train.dtype == "float32" else 2)
-        need = train.microbatch * (data.sequence + 1) * max(width, 8)  # 8: tokens travel as int64
+        rows = max(boundary_rows(data) * width, token_rows(data) * 8)  # 8: tokens travel as int64
+        need = train.microbatch * (data.sequence + 1) * rows
     if network.max_tensor_bytes < need:
         yield f"network.max_tensor_bytes = {network.max_tensor_bytes} refuses boundary tensors of {need} bytes; try {need} or more"

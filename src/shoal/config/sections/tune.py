@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from shoal.config.section import Section, without_effect
+from shoal.config.sections.data import Data, paired
 from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
@@ -48,9 +49,18 @@ class Tune(Section, frozen=True):
             description="Frozen weights of linear layers are kept in train.dtype, or in 4.5 bits each (NF4 of QLoRA, arXiv 2305.14314)."
         ),
     ] = "none"
+    beta: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1000,
+            description="DPO (arXiv 2305.18290) multiplies log ratios by this number: the larger, the nearer to the base.",
+        ),
+    ] = 0.1
 
 
-def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator[str]:
+def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data) -> Iterator[str]:
+    yield from _pair_problems(tune, data)
     if tune.method == "full":
         yield from without_effect(tune, "tune", _OF_ADAPTERS, "tune.method = 'full' trains all weights")
         return
@@ -64,3 +74,20 @@ def problems(tune: Tune, model: Model, train: Train, device: Device) -> Iterator
         yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
     if model.boundary != "none":
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"
+
+
+def _pair_problems(tune: Tune, data: Data) -> Iterator[str]:
+    if not paired(data):
+        yield from without_effect(tune, "tune", ["beta"], f"data.format = {data.format!r} holds no preference pairs")
+        return
+    what = f"data.format = {data.format!r} compares with the frozen base"
+    if tune.method == "full":
+        yield (
+            f"{what}, and tune.method = 'full' changes it: each peer would need its stage of a second model;"
+            " try tune.method=lora"
+        )
+    if tune.adapter:
+        yield (
+            f"{what}, not with tune.adapter = {tune.adapter!r} in it; merge that adapter (shoal export RUN --merge DIR), and name"
+            " what comes out with model.path"
+        )

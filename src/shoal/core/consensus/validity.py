@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.core.messages import Committed, HeldOut, Phase, Settings, View
+from shoal.core.messages import Committed, HeldOut, Phase, Rewards, Settings, View
 from shoal.core.names import invite_of, limit_of
 
 NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
@@ -87,7 +87,16 @@ def _last(view: View, settings: Settings) -> str:
         return f"a commit with the norm {last.norm}"
     if last.counted > settings.microbatches * settings.tokens:
         return f"a commit of {last.counted} counted tokens of {settings.microbatches * settings.tokens}"
+    if wrong := wrong_rewards(last.rewards) or wrong_rewards(last.heldout_rewards):
+        return f"a commit with {wrong}"
     return ""
+
+
+def wrong_rewards(rewards: Rewards | None) -> str:
+    """What is wrong with them, in words; '' if nothing is."""
+    if rewards is None or (0.0 <= rewards.accuracy <= 1.0 and math.isfinite(rewards.margin)):
+        return ""
+    return f"an accuracy of {rewards.accuracy:g} with a margin of {rewards.margin:g}"
 
 
 def measured(before: HeldOut | None, step: int, loss: float) -> HeldOut:

@@ -12,7 +12,8 @@ from statistics import median
 
 import msgspec
 
-from shoal.core.messages import Booking, Index, Member, Peer, Settings, Share, Stage
+from shoal.core.consensus.validity import wrong_rewards
+from shoal.core.messages import Booking, Index, Member, Peer, Rewards, Settings, Share, Stage
 
 MOST_LOSS = 1e6  # of a microbatch, in nats per token: a vocabulary of 2^20 has 14 untrained, and a diverging model's logits some 1e3
 FAR_LOSS = 4.0  # times the median of a step's microbatches
@@ -83,6 +84,8 @@ class Ledger:
             most = self.tokens if booking.index < self.microbatches else self.heldout_tokens
             if booking.counted > most:
                 return f"has counted {booking.counted} tokens in a microbatch of {most}"
+            if wrong := wrong_rewards(booking.rewards):
+                return f"reports {wrong}"
         losses = [booking.loss for booking in books if booking.loss is not None]
         if losses and not (min(losses) >= 0.0 and max(losses) <= MOST_LOSS):
             return f"reports losses from {min(losses):g} to {max(losses):g}"
@@ -183,8 +186,29 @@ class Ledger:
         counted = sum(booking.counted for booking in held)
         return sum((booking.loss or 0.0) * booking.counted for booking in held) / counted if counted else None
 
+    def rewards(self, last: tuple[Share, ...], *, heldout: bool = False) -> Rewards | None:
+        """Mean over the step's preference pairs, added in index order; `heldout`: over the held-out ones. None: samples are no pairs."""
+        held = sorted(self._bookings(last), key=lambda booking: booking.index)
+        return mean_rewards((b.rewards, b.counted) for b in held if (b.index >= self.microbatches) == heldout)
+
     def _bookings(self, shares: tuple[Share, ...]) -> list[Booking]:
         return [booking for share in shares for booking in self.books.get(share.peer, ())]
+
+
+def mean_rewards(parts: Iterable[tuple[Rewards | None, int]]) -> Rewards | None:
+    """Of several microbatches, with the pairs that count in each. None: there are none."""
+    counted = [(part, pairs) for part, pairs in parts if part is not None and pairs]
+    total = sum(pairs for _, pairs in counted)
+    if not total:
+        return None
+    accuracy, margin = (
+        sum(value * pairs for value, pairs in values) / total
+        for values in (
+            [(part.accuracy, pairs) for part, pairs in counted],
+            [(part.margin, pairs) for part, pairs in counted],
+        )
+    )
+    return Rewards(min(1.0, accuracy), margin)
 
 
 def trained(books: Iterable[Booking], microbatches: int) -> tuple[Index, ...]:

@@ -452,7 +452,7 @@ class Hops:
         step, index, stage = job.message.step, job.message.index, job.message.stage
         book = self._book_of(step)
         assert index not in book.kept, f"microbatch {index} would be booked twice"
-        booking = Booking(index, done.result.loss, done.result.counted)
+        booking = Booking(index, done.result.loss, done.result.counted, done.result.rewards)
         book.kept[index] = booking
         book.entries += (booking,)
         if index < self._settings.microbatches:

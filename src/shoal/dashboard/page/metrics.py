@@ -16,6 +16,13 @@ from shoal.traffic import KINDS
 
 __all__ = ["CONTENT_TYPE", "text"]
 
+REWARDS = {  # of preference pairs
+    "reward_accuracy": "Share of the newest step's pairs whose chosen answer has the larger reward.",
+    "reward_margin": "Mean of the chosen answers' rewards less those of the rejected ones, in the newest step.",
+    "heldout_reward_accuracy": "The same share of held-out pairs before the newest step.",
+    "heldout_reward_margin": "The same mean of held-out pairs before the newest step.",
+}
+
 
 def text(state: PageState, newest: StepFigures | None) -> bytes:
     """One scrape. `newest`: the figures of the newest step."""
@@ -61,6 +68,9 @@ def _step(newest: StepFigures) -> Iterator[Metric]:
     if newest.heldout_loss is not None:
         text = "Mean loss of held-out tokens before the newest step, in nats per token."
         yield _gauge("shoal_heldout_loss", text, newest.heldout_loss)
+    for field, words in REWARDS.items():
+        if (value := getattr(newest, field)) is not None:
+            yield _gauge(f"shoal_{field}", words, value)
     if newest.gradient_norm is not None:
         yield _gauge("shoal_gradient_norm", "Of the newest step, before clipping.", newest.gradient_norm)
     yield _gauge("shoal_learning_rate", "Of the newest step.", newest.learning_rate)

@@ -189,13 +189,15 @@ class _Called:
         self.first, self.last, self.vocabulary = stage.first, stage.last, stage.vocabulary
         self.named_parameters, self.named_frozen = stage.named_parameters, stage.named_frozen
         self.frozen, self.infer = stage.frozen, stage.infer
+        self.paired, self.compared, self.reference = stage.paired, stage.compared, stage.reference
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self._module(x, None)
         return y
 
-    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def loss(self, x: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
+        assert reference is None, "adapters are not shared out among devices"
         y: Tensor = self._module(x, tokens)
         return y
 

@@ -74,7 +74,7 @@ def of_run(directory: str) -> FromRun:
             f"{directory}: {len(elsewhere)} of {len(members)} members have their traces elsewhere, such as {min(elsewhere)}"
         )
     labels = {peer: label for label, peer in rundir.labels(there).items()}
-    tokens = config.train.microbatch * config.data.sequence
+    tokens = configuration.token_rows(config) * config.data.sequence
     try:
         fit = fitted(record, {step.commit.step: step.heard_s for step in commits}, labels, tokens)
     except ValueError as error:

@@ -75,6 +75,8 @@ def work(tree: config.Config) -> Work:
         tokens=tree.data.sequence,
         value_bytes=4 if train.dtype == "float32" else 2,
         inflight=config.inflight(tree.run),
+        rows=config.token_rows(tree) // train.microbatch,
+        passes=config.boundary_rows(tree) // config.token_rows(tree),
     )
 
 
@@ -102,7 +104,7 @@ def refuse_other_size(given: plan.Plan, tree: config.Config, where: str) -> None
 def tensor_bytes(tree: config.Config) -> float:
     """The larger of a boundary tensor and its gradient, as they are kept and travel."""
     lab = tree.device.emulated_values if tree.device.executor == "emulated" else 0
-    values = lab or tree.train.microbatch * tree.data.sequence * shape(tree).hidden / travel(tree).narrow
+    values = lab or config.boundary_rows(tree) * tree.data.sequence * shape(tree).hidden / travel(tree).narrow
     raw_bytes = 4 if lab or tree.train.dtype == "float32" else 2
     return max(
         values * codec.bytes_per_value(how, raw_bytes) for how in (tree.network.activations, tree.network.gradients)

@@ -217,6 +217,11 @@ class RunMonitor:
             )
         return self._losses[1]
 
+    def rewards(self) -> dict[str, float]:
+        """Of the newest step's preference pairs, by the names of Summary."""
+        newest = self.books.steps[-1].commit.rewards if self.books.steps else None
+        return {} if newest is None else {"reward_accuracy": newest.accuracy, "reward_margin": newest.margin}
+
     def tokens_per_s(self, recent: int | None = None) -> float:
         """Over the steps of this session but the first, whose time holds the start of the processes; or the recent ones."""
         step_s = self.step_s(recent)
@@ -257,6 +262,7 @@ class RunMonitor:
             first_step=self.resumed.first_step,
             losses=self.losses(),
             heldout=HeldOut.of(view.heldout) if view is not None else None,
+            reward_accuracy=self.rewards().get("reward_accuracy"),
             tokens_per_s=self.tokens_per_s(RECENT_STEPS),
             step_s=self.step_s(RECENT_STEPS),
             issued=account.issued,
@@ -295,6 +301,7 @@ class RunMonitor:
             steps=totals.steps,
             losses=losses,
             final_loss=losses[-1] if losses else None,
+            **self.rewards(),
             heldout=HeldOut.of(self.books.view.heldout) if self.books.view is not None else None,
             issued=totals.issued,
             committed=totals.committed,

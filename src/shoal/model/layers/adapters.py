@@ -6,7 +6,8 @@ drawn like weights, per module from (seed, name): any cut has those of the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,19 @@ def layers(model: PreTrainedModel) -> Iterable[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+@contextmanager
+def disabled(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes as its frozen base does."""
+    adapted = [module for _, module in layers(model)]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
 
 
 def frozen(model: torch.nn.Module) -> list[Tensor]:

@@ -36,11 +36,16 @@ def sliced_head(model: PreTrainedModel, tokens: int) -> nn.Linear | None:
 
 def loss(model: PreTrainedModel, head: nn.Linear, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
     """cut.next_token_loss from the output of the model's last norm."""
+    return token_losses(model, head, hidden_BLD, targets_BL).mean()
+
+
+def token_losses(model: PreTrainedModel, head: nn.Linear, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+    """(B, L): the cross entropy of each token, 0 for one that does not count."""
     name = next(name for name, child in model.named_children() if child is head)
-    mean: Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]  # not annotated by torch
+    losses: Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]  # not annotated by torch
         _logits(model, name), hidden_BLD.flatten(0, 1), head.weight, head.bias, targets_BL.flatten()
     )
-    return mean
+    return losses.view(targets_BL.shape)
 
 
 class _Given(nn.Module):
@@ -90,14 +95,14 @@ class _SlicedLoss(torch.autograd.Function):
             chosen += torch.where(inside, logits.gather(1, column), 0.0)[:, 0]
         ctx.logits_of = logits_of
         ctx.save_for_backward(hidden, weight, bias, targets, total)
-        return torch.where(targets >= 0, total - chosen, 0.0).mean()
+        return torch.where(targets >= 0, total - chosen, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, total = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight, grad_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
-        scale = torch.where(targets >= 0, grad / len(targets), 0.0)[:, None]
+        scale = torch.where(targets >= 0, grad, 0.0)[:, None]
         for rows in _slices(len(targets), len(weight)):
             leaves = [value.detach().requires_grad_() for value in (hidden, weight[rows], *_some(bias, rows))]
             with torch.enable_grad():

@@ -144,7 +144,7 @@ def _collected_bytes(stage: StageProfile, value_bytes: int) -> float:
 
 def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *, checkpointing: bool) -> float:
     """Peak of a backward pass beyond what a stage always holds; in the end all gradients."""
-    hand_bytes, others = max(boundary_bytes, stage.input_bytes), 1 - 1 / stage.slices
+    hand_bytes, others = max(boundary_bytes / stage.passes, stage.input_bytes), 1 - 1 / stage.slices
     input_bytes = 0.0 if stage.first else hand_bytes
     given_bytes = 0.0 if stage.last else hand_bytes  # the gradient of its output
     most, gradients = _passing(stage.parts, value_bytes, given_bytes / stage.slices, checkpointing)
@@ -154,6 +154,7 @@ def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int,
     if value_bytes < 4 and not checkpointing:  # else its first block saves it
         most += input_bytes / stage.slices
     # Of slices: the sum before, in case a later one fails, the inputs of the others and the gradients of those.
+    most += (stage.passes - 1) * input_bytes  # the rows without gradient, which came with the others
     return most + given_bytes + 2 * others * input_bytes + FP32 * stage.parameters * (stage.slices > 1)
 
 
@@ -161,7 +162,10 @@ def graph_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int, *,
     """Of one forward whose activations are kept: its input, which fp32 blocks save themselves, and its output with them."""
     own_bytes = sum(_kept_bytes_of(stage.parts, checkpointing)) + _shared_bytes(stage.parts, checkpointing)
     saved = stage.first or checkpointing or value_bytes == 4
-    return stage.slices * own_bytes + boundary_bytes + (0.0 if saved else max(boundary_bytes, stage.input_bytes))
+    output_bytes = boundary_bytes / stage.passes
+    hand_bytes = max(output_bytes, stage.input_bytes)
+    whole_bytes = 0.0 if stage.first else (stage.passes - 1) * hand_bytes  # the tensor that the input is a part of
+    return stage.slices * own_bytes + output_bytes + whole_bytes + (0.0 if saved else hand_bytes)
 
 
 def _kept_bytes_of(parts: Sequence[Part], checkpointing: bool) -> list[float]:

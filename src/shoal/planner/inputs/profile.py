@@ -42,14 +42,18 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of a run."""
 
     microbatches: int
-    sequences: int  # per microbatch
-    tokens: int  # per sequence
+    sequences: int  # samples per microbatch
+    tokens: int  # per row of a sample
     value_bytes: int  # of parameters in compute, and of boundary tensors
     inflight: int = 4  # microbatches a trainer drives at once; 0: as many as fill the lines
+    rows: int = 1  # of a sample: a preference pair has two
+    passes: int = (
+        1  # of each row through the stages: one more without gradient where pairs are compared with the frozen base
+    )
 
     @property
     def microbatch_tokens(self) -> int:
-        return self.sequences * self.tokens
+        return self.sequences * self.rows * self.tokens
 
     @property
     def step_tokens(self) -> int:
@@ -71,6 +75,9 @@ class Part(msgspec.Struct, frozen=True):
     passed_bytes: float = 0.0  # made once for all blocks of a stage: those, and masks
     frozen_bytes: float = 0.0  # of parameters that are not trained
     back_flops: float | None = None  # of its backward, besides a forward that it recomputes; None: of two forwards
+    reference_flops: float = (
+        0.0  # among flops: of rows that have no gradient, which only the last stage's backward computes again
+    )
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"
@@ -86,6 +93,7 @@ class Profile(msgspec.Struct, frozen=True):
     tied: bool = False  # the head's matrix is the embedding's: one copy at each end
     basis: str = FORMULA
     slices: int = 1  # of a microbatch, one after another on the device: bytes of parts are those of one
+    passes: int = 1  # of each row, see Work: boundary_bytes are those of all, gradients have the rows of one
 
     @property
     def blocks(self) -> int:
@@ -104,6 +112,7 @@ class Profile(msgspec.Struct, frozen=True):
                 shared_bytes=factor * part.shared_bytes,
                 passed_bytes=factor * part.passed_bytes,
                 back_flops=None if part.back_flops is None else factor * part.back_flops,
+                reference_flops=factor * part.reference_flops,
             )
             for part in self.parts
         )
@@ -137,6 +146,7 @@ class Profile(msgspec.Struct, frozen=True):
             last,
             self.tied and first and last,
             self.slices,
+            self.passes,
         )
 
 
@@ -149,6 +159,7 @@ class StageProfile(msgspec.Struct, frozen=True):
     last: bool
     tied: bool  # its first and its last part share a matrix
     slices: int
+    passes: int = 1
 
     @property
     def frozen_bytes(self) -> float:
@@ -157,17 +168,24 @@ class StageProfile(msgspec.Struct, frozen=True):
     @property
     def back_flops(self) -> float:
         """Of one backward, per microbatch, besides a forward that it recomputes."""
-        twice = BACKWARD - FORWARD
-        return sum(twice * part.flops if part.back_flops is None else part.back_flops for part in self.parts)
+        return sum(
+            (BACKWARD - FORWARD) * (part.flops - part.reference_flops) if part.back_flops is None else part.back_flops
+            for part in self.parts
+        )
+
+    @property
+    def again_flops(self) -> float:
+        """Of the forward that a backward recomputes, per microbatch; the last stage's backward is the first to compute it."""
+        return self.flops - (0.0 if self.last else sum(part.reference_flops for part in self.parts))
 
     @property
     def block_flops(self) -> float:
         """What activation checkpointing computes again, per microbatch."""
-        return sum(part.flops for part in self.parts if part.input_bytes)
+        return sum(part.flops - part.reference_flops for part in self.parts if part.input_bytes)
 
     @property
     def input_bytes(self) -> float:
-        """A whole microbatch's boundary tensor as it is computed with."""
+        """A whole microbatch's boundary tensor as it is computed with, of one pass."""
         return self.slices * max((part.input_bytes for part in self.parts), default=0.0)
 
 
@@ -177,10 +195,12 @@ def profile(shape: Shape, work: Work) -> Profile:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     matrices = 3 if shape.gated else 2
     weights = 2.0 * d * queries + 2.0 * d * keys + matrices * d * shape.intermediate
+    flops = tokens * (2 * weights + 4.0 * work.tokens * queries)
     block = Part(
         "block",
         parameters=weights + 2 * d,
-        flops=tokens * (2 * weights + 4.0 * work.tokens * queries),
+        flops=work.passes * flops,
+        reference_flops=(work.passes - 1) * flops,
         # Two norms and their outputs, two residuals; q, k, v before and after rotation; the attention's output; the MLP's inside.
         activation_bytes=tokens * value * (6.0 * d + 3 * queries + 3 * keys + (matrices + 1) * shape.intermediate),
         matrix=float(d * max(queries, shape.intermediate)),
@@ -190,10 +210,22 @@ def profile(shape: Shape, work: Work) -> Profile:
     embedding = Part("embedding", table, 0.0, tokens * value * float(d), matrix=table)
     # Logits in the compute dtype, in fp32, and their gradient.
     logits = min(tokens * shape.vocabulary, LOGITS)
-    head = Part("head", table + d, 2.0 * tokens * table, logits * (value + 8.0), matrix=table)
+    scores = 2.0 * tokens * table  # FLOPs
+    head = Part(
+        "head",
+        table + d,
+        work.passes * scores,
+        logits * (value + 8.0),
+        matrix=table,
+        reference_flops=(work.passes - 1) * scores,
+    )
     parts = (embedding, *(msgspec.structs.replace(block, name=f"block {i}") for i in range(shape.layers)), head)
     sequence_bytes = 8.0 * (work.tokens + 1)
-    return Profile(parts, float(tokens * value * d), work.sequences * sequence_bytes, shape.tied)
+    boundary_bytes, tokens_bytes = (
+        float(work.passes * tokens * value * d),
+        work.sequences * work.rows * sequence_bytes,
+    )
+    return Profile(parts, boundary_bytes, tokens_bytes, shape.tied, passes=work.passes)
 
 
 def spans(blocks: int, stages: int) -> tuple[range, ...]:

@@ -70,7 +70,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         recomputed = FORWARD * (1.0 - kept[device] / wanted[stage])
         flops = work[stage].flops
         if direction == BACKWARD:
-            flops = work[stage].back_flops + recomputed * flops
+            flops = work[stage].back_flops + recomputed * work[stage].again_flops
         if direction == BACKWARD and checkpoints[stage] and not swaps[stage]:
             flops += work[stage].block_flops
         compute_s = flops / devices[device].flops + codec_s

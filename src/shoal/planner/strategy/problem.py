@@ -61,13 +61,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def returned_bytes(self) -> float:
         """Of a boundary tensor's gradient."""
-        return self._boundary_bytes(self.travel.gradients)
+        return self._boundary_bytes(self.travel.gradients) / self.work.passes
 
     @property
     def boundary_values(self) -> float:
         if self.emulated_s:
             return self.emulated_bytes / 4
-        return self.work.microbatch_tokens * self.shape.hidden / self.travel.narrow
+        return self.work.passes * self.work.microbatch_tokens * self.shape.hidden / self.travel.narrow
 
     def _boundary_bytes(self, how: str) -> float:
         return self.boundary_values * codec.bytes_per_value(how, 4 if self.emulated_s else self.work.value_bytes)
@@ -78,8 +78,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         seconds = codec.decode_s(how.activations, values) if stage else 0.0
         if not backward:
             return seconds + (codec.encode_s(how.activations, values) if stage < stages - 1 else 0.0)
-        seconds += codec.decode_s(how.gradients, values) if stage < stages - 1 else 0.0
-        return seconds + (codec.encode_s(how.gradients, values) if stage else 0.0)
+        back_values = values / self.work.passes
+        seconds += codec.decode_s(how.gradients, back_values) if stage < stages - 1 else 0.0
+        return seconds + (codec.encode_s(how.gradients, back_values) if stage else 0.0)
 
     def averaging_codec_s(self, gradient_bytes: float, replicas: int, owned: float = 0.0) -> float:
         """Of one replica in a round: its parts, its row's if there are several, and its own sum are encoded; what it added up,

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from shoal.config import Config, Data, Train, microbatches
+from shoal.config.sections.data import token_rows
 from shoal.runtime.data.corpus import Corpus, open_corpus, parts, read_tokens
 from shoal.runtime.data.heldout import HeldOut, held_out
 from shoal.runtime.data.mapped import MappedSamples
@@ -30,11 +31,12 @@ if TYPE_CHECKING:  # `shoal invite` reads the digest alone, and need not wait fo
 
 
 class Dataset:
-    """Samples by number, and microbatches by step and index."""
+    """Samples by number, and microbatches by step and index. `rows`: of tokens in a sample, which overlap by a token that does not count
+    in the row before."""
 
-    def __init__(self, samples: Samples, train: Train, heldout: HeldOut | None = None) -> None:
+    def __init__(self, samples: Samples, train: Train, heldout: HeldOut | None = None, rows: int = 1) -> None:
         self._samples, self._heldout = samples, heldout
-        self._train = train
+        self._train, self._rows = train, rows
         self._lock = Lock()  # microbatches are fetched on one thread, borders looked up on another
         self.digest = samples.digest
         self.describe = samples.describe
@@ -43,20 +45,23 @@ class Dataset:
             self.describe += f"; held out: {heldout.describe}"
 
     def sample(self, i: int) -> Tokens:
-        """Sample `i`: sequence + 1 tokens, int64; ~id for one whose loss does not count."""
+        """Sample `i`: sequence + 1 tokens, of a preference pair 2 x sequence + 1, int64; ~id for one whose loss does not count."""
         return self._samples.sample(i)
 
     def microbatch(self, step: int, index: int) -> torch.Tensor:
-        """Tokens (B, L + 1), int64: inputs and, shifted by one, targets. From index `microbatches` of a step on they are held-out ones, the
-        same at every step."""
+        """Tokens (B, L + 1), int64: inputs and, shifted by one, targets; of preference pairs (2 B, L + 1), chosen and rejected in turn.
+        From index `microbatches` of a step on they are held-out ones, the same at every step."""
         import torch
+
+        from shoal.model.cut import rows_of
 
         size, count = self._train.microbatch, microbatches(self._train)
         trained = index < count
         first = (step * count + index if trained else index - count) * size
         with self._lock:
             read = self.sample if trained else self._held_out
-            return torch.from_numpy(np.stack([read(first + b) for b in range(size)]))
+            samples = np.stack([read(first + b) for b in range(size)])
+        return rows_of(torch.from_numpy(samples), self._rows)
 
     def _held_out(self, i: int) -> Tokens:
         if self._heldout is None:
@@ -69,7 +74,7 @@ def open_dataset(config: Config, cache: Path | None = None) -> Dataset:
 
     ValueError: unknown source, path or field missing, vocabulary too small, corpus shorter than one sequence."""
     heldout = open_held_out(config, config.eval.path, config.eval.samples, cache) if config.eval.path else None
-    return Dataset(_samples(config, cache), config.train, heldout)
+    return Dataset(_samples(config, cache), config.train, heldout, token_rows(config.data))
 
 
 def _samples(config: Config, cache: Path | None) -> Samples:
@@ -95,7 +100,7 @@ def open_held_out(config: Config, path: str | Path, samples: int = 0, cache: Pat
     note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens"
     if stock.skipped:
         note += f"; {stock.skipped} wrong rows skipped"
-    heldout = HeldOut(stock.tokens, data.sequence, samples, stock.digest, note)
+    heldout = HeldOut(stock.tokens, data.sequence * token_rows(data), samples, stock.digest, note)
     if not heldout.count:
         raise ValueError(f"{path}: {len(stock.tokens)} tokens, of which none can be predicted; name a longer text")
     return heldout
@@ -123,8 +128,11 @@ def refuse_unfit(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | None) -> PackedSamples:
-    stock = read_tokens(corpus, Rows(config.data, tokenizer), cache)
-    if stock.skipped and len(stock.tokens) <= config.data.sequence:
+    stock, length = (
+        read_tokens(corpus, Rows(config.data, tokenizer), cache),
+        config.data.sequence * token_rows(config.data),
+    )
+    if stock.skipped and len(stock.tokens) <= length:
         raise ValueError(
             f"data.path: {corpus.name} has no sample left: {stock.skipped} rows are wrong and skipped;"
             " data.wrong_rows=refuse says what is wrong with the first"
@@ -132,7 +140,7 @@ def _packed(corpus: Corpus, config: Config, tokenizer: Tokenizer, cache: Path | 
     note = f"{corpus.name}: {corpus.count} documents, {len(stock.tokens)} tokens, sha256 {stock.digest[:16]}"
     if stock.skipped:
         note += f"; {stock.skipped} wrong rows skipped"
-    return PackedSamples(stock.tokens, config.data.sequence, config.run.seed, stock.digest, note)
+    return PackedSamples(stock.tokens, length, config.run.seed, stock.digest, note)
 
 
 def vocabulary(config: Config) -> int:
@@ -168,4 +176,4 @@ def _streamed(data: Data, rows: Rows, seed: int) -> StreamedSamples:
 
     next(documents(0), None)  # a missing column or an unreachable host shows before training starts
     place = f"{name}:{subset}:{data.split}"
-    return StreamedSamples(documents, data.sequence, seed, f"{place}\0{rows.name}", place)
+    return StreamedSamples(documents, data.sequence * token_rows(data), seed, f"{place}\0{rows.name}", place)

@@ -1,7 +1,7 @@
 """Held-out text as samples: every token that can be predicted is predicted once, and the order is that of the text.
 
-For evaluation. A row of a chat or prompt fills one sample; text is cut into windows of data.sequence tokens, the last one filled up with
-tokens that do not count. With fewer samples than there are, those taken lie evenly in the text.
+For evaluation. A row of a chat or prompt, or a preference pair, fills one sample; text is cut into windows of data.sequence tokens, the
+last one filled up with tokens that do not count. With fewer samples than there are, those taken lie evenly in the text.
 """
 
 from __future__ import annotations

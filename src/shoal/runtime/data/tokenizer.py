@@ -45,8 +45,9 @@ class Tokenizer(Protocol):
     def encode_spans(self, text: str, spans: Sequence[Span]) -> Tokens:
         """The text's tokens: ~id outside `spans`, whose loss does not count."""
 
-    def encode_chat(self, messages: Messages) -> Tokens:
-        """A chat's tokens, ~id where the assistant has not written them. ValueError: the template refuses the chat."""
+    def encode_chat(self, messages: Messages, answers: int = 0) -> Tokens:
+        """A chat's tokens, ~id where the assistant has not written them, or stands before message `answers`. ValueError: the template
+        refuses the chat."""
 
     def decode(self, tokens: Tokens) -> str: ...
 
@@ -81,7 +82,7 @@ class ByteTokenizer:
         starts = np.repeat(np.arange(len(text)), sizes)
         return _learned(self.encode(text.encode()), starts, starts + 1, spans)
 
-    def encode_chat(self, messages: Messages) -> Tokens:
+    def encode_chat(self, messages: Messages, answers: int = 0) -> Tokens:
         raise ValueError("bytes have no chat template")
 
     def decode(self, tokens: Tokens) -> str:
@@ -140,17 +141,17 @@ class PretrainedTokenizer:
         starts, stops = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         return _learned(np.asarray(encoding["input_ids"], dtype=np.int64), starts, stops, spans)
 
-    def encode_chat(self, messages: Messages) -> Tokens:
+    def encode_chat(self, messages: Messages, answers: int = 0) -> Tokens:
         """Which part of the text is the assistant's, the template says itself where it marks it with {% generation %}; else it is what
         each assistant's message adds to the text of the messages before it and the beginning of an answer. A template that
         writes earlier messages otherwise once others follow has no such parts, and is refused."""
         if GENERATION.search(self.template):
-            encoding: Any = self._written(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            ids, mask = (np.asarray(encoding[name], dtype=np.int64) for name in ("input_ids", "assistant_masks"))
-            return np.where(mask > 0, ids, ~ids)
+            ids, mask = self._masked(messages)
+            earlier = int(self._masked(messages[:answers])[1].sum())
+            return np.where((mask > 0) & (mask.cumsum() > earlier), ids, ~ids)
         text, spans = self._written(messages, tokenize=False), []
         for at, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and at >= answers:
                 before = self._written(messages[:at], tokenize=False, add_generation_prompt=True)
                 after = self._written(messages[: at + 1], tokenize=False)
                 if not (text.startswith(after) and after.startswith(before)):
@@ -160,6 +161,15 @@ class PretrainedTokenizer:
                     )
                 spans.append(Span(len(before), len(after)))
         return self.encode_spans(text, spans)
+
+    def _masked(self, messages: Messages) -> tuple[Tokens, Tokens]:
+        """The tokens of a chat, and 1 where the template says that the assistant has written them."""
+        if not messages:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        encoding: Any = self._written(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return np.asarray(encoding["input_ids"], dtype=np.int64), np.asarray(
+            encoding["assistant_masks"], dtype=np.int64
+        )
 
     def _written(self, messages: Messages, **how: Any) -> Any:
         if not messages:  # before a chat that the assistant begins

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from shoal import codec
-from shoal.config import Config, masked, microbatches
+from shoal.config import Config, masked, microbatches, token_rows
 from shoal.core.messages import (
     BULK,
     Backward,
@@ -21,7 +21,7 @@ from shoal.core.messages import (
     Message,
     ReduceChunk,
 )
-from shoal.executor.base import boundary
+from shoal.executor.base import boundary, boundary_gradient
 from shoal.numerics import compress
 from shoal.runtime.data.dataset import vocabulary
 from shoal.runtime.state import MAX_CHUNK_BYTES, raw
@@ -57,9 +57,10 @@ class Kinds:
         self._trained = microbatches(config.train)
         network = config.network
         self._boundary = BlobSpec("a boundary tensor", name, shape, codecs=(_codec(network.activations),))
-        self._gradient = BlobSpec("a boundary gradient", name, shape, codecs=(_codec(network.gradients),))
+        back, _ = boundary_gradient(config)
+        self._gradient = BlobSpec("a boundary gradient", name, back, codecs=(_codec(network.gradients),))
         self._averaging = _codec(network.averaging)
-        shape = config.train.microbatch, config.data.sequence + 1
+        shape = token_rows(config), config.data.sequence + 1
         self._tokens = BlobSpec("tokens", "int64", shape, least=-self._vocabulary if masked(config) else 0)
         self._heldout = BlobSpec("tokens", "int64", shape, least=-self._vocabulary)
         self._most = config.network.max_tensor_bytes // 4  # values of a gradient whose stage is still being downloaded

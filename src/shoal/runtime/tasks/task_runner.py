@@ -20,7 +20,7 @@ from functools import cached_property
 import msgspec
 import torch
 
-from shoal.config import Config, masked
+from shoal.config import Config, masked, paired, token_rows
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -52,7 +52,7 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, device_of, evaluate, prepare_thread
+from shoal.executor.base import Executor, device_of, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
@@ -274,7 +274,7 @@ class TaskRunner:
         if self._dataset is not None:
             return self._dataset.microbatch(task.step, task.index)
         if self._config.device.executor == "emulated":
-            return torch.zeros(self._config.train.microbatch, self._config.data.sequence + 1, dtype=torch.int64)
+            return torch.zeros(token_rows(self._config), self._config.data.sequence + 1, dtype=torch.int64)
         raise ValueError("this peer has no data")
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
@@ -292,11 +292,11 @@ class TaskRunner:
         if task.heldout:
             assert tokens is not None
             mean = evaluate(executor, self._borders.input(task, x), tokens)
-            return Result(loss=float(mean), counted=counted(tokens))
+            return Result(loss=float(mean), counted=counted(tokens, paired(self._config)), rewards=rewards(executor))
         grad_x, loss = executor.backward(self._borders.input(task, x), self._borders.gradient(task, grad), tokens)
         result = Result(loss=loss)
         if tokens is not None and masked(self._config):
-            result = Result(loss=loss, counted=counted(tokens))
+            result = Result(loss=loss, counted=counted(tokens, paired(self._config)), rewards=rewards(executor))
         if grad_x is None or not task.out:
             return result
         grad_x = self._borders.plain(task, grad_x)

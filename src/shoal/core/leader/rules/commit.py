@@ -93,8 +93,12 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         joiners=tuple(peer for group in current.message.joiners for peer in group),
         counted=counted,
         heldout=ledger.heldout_loss(groups[-1]),
+        rewards=ledger.rewards(groups[-1]),
+        heldout_rewards=ledger.rewards(groups[-1], heldout=True),
     )
     outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
+    if last.rewards is not None:
+        outcome += f", accuracy {last.rewards.accuracy:.1%}"
     if last.heldout is not None:
         outcome += f", held-out loss {last.heldout:.4f} before it"
     proposal = next_step(view, last, outcome, facts, settings, now)
