@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import gcd
 from random import Random
 
 import pytest
@@ -305,6 +306,57 @@ def test_what_equal_trainers_choose_together_is_even() -> None:
         count[peer] += 1
         if index % 18 == 17:
             assert len(set(count.values())) == 1, count
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("owners", [6, 7, 8, 9, 12])
+def test_every_owner_meets_every_replica_and_their_turns_are_even(owners: int, replicas: int) -> None:
+    """Shifted by one with every round, each of seven owners met the same one of two replicas for ever, and 16 turns were 9 and 7."""
+    peers = [f"p{number:02}" for number in range(owners)]
+    routes = Routes(SETTINGS, Random(0))
+    routes.on_view(tuple(Member(peer, int(number >= replicas)) for number, peer in enumerate(peers)), 0.0)
+    met: dict[int, set[str]] = {owner: set() for owner in range(owners)}
+    count = Counter(peers[:replicas])
+    for index in range(owners * replicas):
+        peer, _ = routes.choose(0, 0.0, index=index) or ("", "")
+        met[index % owners].add(peer)
+        count[peer] += 1
+        routes.answered(peer, 1.0, 1.0, 0.0)
+        if gcd(owners, replicas) == 1:
+            assert max(count.values()) - min(count.values()) <= 1, (index, count)
+    assert all(len(each) == replicas for each in met.values()) and len(set(count.values())) == 1
+
+
+def test_what_a_trainer_has_at_a_replica_does_not_make_it_slow() -> None:
+    """Two equal replicas: one answered when nothing was there before, the other behind four hops of this trainer."""
+    routes = some_routes("a", "b")
+    for _ in range(10):
+        routes.answered("a", 1.0, 1.0, 0.0)
+        routes.answered("b", 5.0, 1.0, 0.0, ahead=4.0)
+    turns = [routes.choose(0, 0.0, index=index, load={"a": 1.0, "b": 1.0}) for index in (0, 1)]
+    assert turns == [("a", "its turn"), ("b", "its turn")]
+
+
+def test_a_newcomer_is_as_quick_as_its_stage_until_it_is_measured() -> None:
+    """Its stage's usual time leaves out what was asked after, so that every owner gave a newcomer all it could."""
+    routes = some_routes("a", "b")
+    shares(routes, {"a": 0.1, "b": 0.1}, 20)
+    for _ in range(40):
+        for peer in ("a", "b"):
+            routes.answered(peer, 4.0, 1.0, 0.0, again=True)
+    routes.on_view(tuple(Member(peer, 0) for peer in ("a", "b", "c")), 1.0)
+    turns = [routes.choose(0, 1.0, index=index, load={"a": 0.5, "b": 0.5}) for index in range(6)]
+    assert [peer for peer, _ in filter(None, turns)].count("c") == 2, turns
+
+
+def test_a_replica_that_was_late_has_its_turn_again_once_it_answers() -> None:
+    """Until its average was down again it was skipped, and without requests an average stays as it is."""
+    routes = some_routes("a", "b")
+    shares(routes, {"a": 1.0, "b": 1.0}, 20)
+    routes.slow("b", 8.0, 1.0, 0.0)
+    assert routes.choose(0, 0.0, index=1) == ("a", "expected to answer first")
+    routes.answered("b", 9.0, 1.0, 0.0, again=True, ahead=2.5)
+    assert routes.choose(0, 0.0, index=1) == ("b", "its turn")
 
 
 def test_a_turn_is_skipped_where_another_replica_answers_much_sooner() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,14 @@ import pytest
 from tests.forecast.test_forecast import LAB, a_job, always, there, words
 
 from shoal.cli.main import main
+from shoal.core.messages import Gradient, Message, Peer
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun, forecast_exact
 from shoal.forecasting.forecaster import History, Parts, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import Played
 from shoal.launcher.planning import forecasting
+from shoal.sim.context import Values
 
 __all__ = ["there"]
 PARTS = Parts.__struct_fields__
@@ -101,3 +104,34 @@ def test_what_would_take_too_long_is_refused_with_how_long(
     assert main(["forecast", LAB, "--cluster", "cluster.toml", "--hours", "8000", "--seeds", "9", "--exact"]) == 2
     said = capsys.readouterr().err
     assert "--exact: 9 seeds of 8000 hours would take about" in said and "no --exact" in said
+
+
+class Counted(ExactRun):
+    """`booked`: by step and peer, of the newest epoch."""
+
+    def __init__(self, job: Job, presences: list[Presence]) -> None:
+        self.booked: Counter[tuple[int, str]] = Counter()
+        super().__init__(job, presences, 0.0, 0)
+
+    def carry(self, source: Peer, target: Peer, message: Message, values: Values, *, honest: bool = True) -> None:
+        if isinstance(message, Gradient):
+            self.booked[message.step, source] += 1
+        super().carry(source, target, message, values, honest=honest)
+
+
+def test_after_a_join_the_newcomer_gets_its_share_and_steps_are_as_short_as_before() -> None:
+    """Of 36 microbatches over three replicas it got 17, then 7, 9 and 10: steps of 12.7, 12.3, 10.4 and 10.9 s for 9.5."""
+    job = a_job(9, 3)
+    job = msgspec.structs.replace(job, machines=msgspec.structs.replace(job.machines, delay_s=np.array([[0.06]])))
+    run = Counted(job, always(9, Presence(20.0, 4, False), Presence(30.0, 4, True)))
+    run.play(math.inf, steps=10)
+    view = run.watch.newest
+    assert view is not None
+    newcomer = next(member for member in view.members if member.peer.endswith(".1000"))
+    began = min(step for step, peer in run.booked if peer == newcomer.peer)
+    after = range(began + 1, 10)
+    shares = [run.booked[step, newcomer.peer] for step in after]
+    assert len(shares) > 5 and all(abs(share - 12) <= 3 for share in shares), shares
+    times_s = run.watch.commits.times_s
+    steps_s = [times_s[step] - times_s[step - 1] for step in after]
+    assert max(steps_s) < 1.1 * min(steps_s), steps_s

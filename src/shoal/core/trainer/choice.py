@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from shoal.core.messages import Peer, Settings
 from shoal.core.planned import Planned
-from shoal.core.trainer.microbatch import Kind, Microbatch, NextHop, after
+from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, NextHop, after
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import FORWARD_SIZE, Routes
 
@@ -63,3 +63,10 @@ class Choice:
         """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
         then = after(m, want)
         return "" if then is None else self.peer(m, then, active, now, avoid="")
+
+    def hop(self, m: Microbatch, want: NextHop, peer: Peer, active: Active, now: float) -> None:
+        """It is on its way to that peer from now on, and who goes on with it is chosen."""
+        m.next = ""
+        load = in_progress(each for each in active if each is not m)
+        m.hop = Hop(want.kind, want.stage, peer, now, ahead=load.get(peer, 0.0))
+        m.hop.to = self.after(m, want, active, now)

@@ -10,7 +10,8 @@ Deadlines follow the median of measured times, since the first answer of a stage
 a stage are used even when banned. And the peer that is expected to answer first is chosen, by what this trainer has in progress there: an
 answer reports the queue that its request met, and where a link or a stage is full that was long ago, so that all trainers would choose the
 same peer and shares would oscillate (docs/design/2026-11-22-least-loaded.md). Virtual time breaks ties. Of peers that answer about as soon
-the microbatch's index chooses, so that the trainers' choices together are even, too (docs/design/2026-11-23-turns.md).
+the microbatch's index chooses, so that the trainers' choices together are even, too (docs/design/2026-11-23-turns.md). What is measured for
+that choice is a peer's pace, which its queue of this trainer's hops does not change (docs/design/2026-11-24-pace.md).
 
 What to send is microbatch.py's business, attempts are trainer.py's.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
+from math import gcd
 from typing import Protocol
 
 import msgspec
@@ -37,6 +39,7 @@ CAUGHT_UP = (
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
+SHARED = 2  # samples that a peer's pace begins with, of its stage's: of 0, 2 and 5 the least time after a join and on mixed fleets
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
@@ -57,12 +60,14 @@ class Replica(msgspec.Struct, eq=False):
 
     peer: Peer
     latency: Latency
+    pace: Latency  # seconds that a hop takes per unit of what this trainer has there, itself included
     virtual: float  # seconds of work charged so far
     serial: int = 0
     busy_until: float = 0.0
     banned_until: float = 0.0
     level: int = 0  # of the ban; 0: in good standing
     lagging: bool = False  # a request to it timed out, and it has not been as quick as its stage since
+    late: bool = False  # it has answered nothing since a request to it timed out
     trial: bool = False  # a request was sent to it while banned or on probation
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
@@ -80,6 +85,7 @@ class Wiring:
 
     def __init__(self, prior_s: float, rng: Chance) -> None:
         self.usual = Usual(prior_s)  # of answers only: with timeouts it would follow its own deadlines
+        self._pace = Latency()  # of the whole stage
         self._rng = rng
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: a new one starts here
@@ -89,7 +95,7 @@ class Wiring:
 
     def enter(self, peer: Peer, now: float) -> Replica:
         """Add a replica at the current least virtual time, so that it is tried soon and not flooded."""
-        replica = Replica(peer, Latency(), self._clock)
+        replica = Replica(peer, Latency(), Latency(), self._clock)
         self.place(replica, now)
         return replica
 
@@ -108,6 +114,16 @@ class Wiring:
     def estimate(self, replica: Replica) -> float:
         """Expected seconds per unit of size."""
         return replica.latency.value or self.usual.value
+
+    def measure(self, replica: Replica, seconds: float, size: float, ahead: float) -> None:
+        """A hop of that size took so long there, behind so much that this trainer had requested before."""
+        replica.latency.add(seconds / size)
+        usual_s = self._pace.value
+        if usual_s is not None and replica.pace.value is None:
+            for _ in range(SHARED):
+                replica.pace.add(usual_s)
+        for pace in (replica.pace, self._pace):
+            pace.add(seconds / (size + ahead))
 
     def expected(self, replica: Replica) -> float:
         """The same for deadlines: a peer is not slow only because its whole stage is loaded."""
@@ -140,8 +156,9 @@ class Wiring:
         return replica, "probation after a ban" if replica.level else "expected to answer first"
 
     def _response_s(self, replica: Replica, load: Load) -> float:
-        """Seconds until it would have answered one more hop."""
-        return (load.get(replica.peer, 0.0) + 1.0) * self.estimate(replica)
+        """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
+        pace_s = replica.pace.value or self._pace.value or self.usual.value
+        return (load.get(replica.peer, 0.0) + 1.0) * pace_s
 
     def take(self, replica: Replica) -> None:
         """It is chosen as planned, out of turn: the replicas that were skipped are not owed the time."""
@@ -181,12 +198,14 @@ class Routes:
         self._turns: list[list[Peer]] = [
             [] for _ in range(settings.stages)
         ]  # by stage, in the same order at every trainer
+        self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:
         stage_of = {member.peer: member.stage for member in members}
         self._turns = [[] for _ in self._turns]
         for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
             self._turns[member.stage].append(member.peer)
+        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
@@ -236,13 +255,14 @@ class Routes:
         return replica.peer, reason
 
     def _turn(self, stage: Stage, index: Index, now: float, avoid: str) -> Replica | None:
-        """Whose turn it is with that microbatch: shifted by one with every round of the owners, so that each meets all replicas. None:
-        it is not in good standing."""
+        """Whose turn it is with that microbatch. None: it is not in good standing."""
         turns = self._turns[stage]
         if not turns:
             return None
-        peer = turns[(index + index // len(self._at)) % len(turns)]
-        return None if self._skip_reason(stage, peer, now, avoid) else self._at[peer][1]
+        peer = turns[(index + self._shifts[stage] * (index // len(self._at))) % len(turns)]
+        replica = self._at[peer][1]
+        ready = not replica.level and replica.busy_until <= now and not replica.late
+        return replica if ready and peer != avoid else None
 
     def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str) -> str:
         """Why the planned peer does not receive this hop; '' if it does."""
@@ -297,14 +317,17 @@ class Routes:
         wiring = self._wirings[self._at[peer][0]]
         return max(self._settings.min_request_timeout_s, PATIENCE * wiring.usual.value)
 
-    def answered(self, peer: Peer, seconds: float, size: float, now: float, again: bool = False) -> None:
-        """It answered a hop of that size after `seconds`, network and queue included. `again`: the request was repeated, so that the
-        time says nothing of its stage (Karn's rule)."""
+    def answered(
+        self, peer: Peer, seconds: float, size: float, now: float, again: bool = False, ahead: float = 0.0
+    ) -> None:
+        """It answered a hop of that size after `seconds`, network and queue included; this trainer had `ahead` there before. `again`: the
+        request was repeated, so that the time says nothing of its stage (Karn's rule)."""
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
         replica.unserved.clear()
-        replica.latency.add(seconds / size)
+        replica.late = False
+        self._wirings[stage].measure(replica, seconds, size, ahead)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
         if replica.lagging:
@@ -314,13 +337,13 @@ class Routes:
             replica.trial, replica.level, replica.banned_until = False, 0, 0.0
             self._wirings[stage].place(replica, now)
 
-    def slow(self, peer: Peer, seconds: float, size: float, now: float) -> None:
+    def slow(self, peer: Peer, seconds: float, size: float, now: float, ahead: float = 0.0) -> None:
         """It did not answer in time: a slow sample; on probation, a failure."""
         if peer not in self._at:
             return
-        replica = self._at[peer][1]
-        replica.latency.add(seconds / size)
-        replica.lagging = True
+        stage, replica = self._at[peer]
+        self._wirings[stage].measure(replica, seconds, size, ahead)
+        replica.lagging = replica.late = True
         if replica.trial:
             self.failed(peer, now)
 
@@ -415,3 +438,9 @@ class Routes:
 
     def _ban_s(self, replica: Replica) -> float:
         return float(self._settings.ban_s * 2 ** (replica.level - 1))
+
+
+def shift(owners: int, replicas: int) -> int:
+    """By how much turns are shifted with every round of the owners: the least that lets each owner meet all replicas, since then its next
+    turn is at as many as have no divisor in common with them. Without a shift the turns are exactly even."""
+    return next(each for each in range(max(1, replicas)) if gcd(owners + each, max(1, replicas)) == 1)

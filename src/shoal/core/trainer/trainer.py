@@ -287,9 +287,8 @@ class Trainer:
         self._out.append(Do(Fetch(task, self._view.work, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: NextHop, peer: Peer, now: float) -> None:
-        m.next = ""
-        m.hop = Hop(want.kind, want.stage, peer, now)
-        m.hop.to = self._choice.after(m, want, self._owned.active.values(), now)
+        self._choice.hop(m, want, peer, self._owned.active.values(), now)
+        assert m.hop is not None
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
         # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
@@ -351,7 +350,7 @@ class Trainer:
                 m.hop, m.avoid = None, peer
                 self._retry(m, now)
             return
-        self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked)
+        self._routes.answered(peer, now - asked.sent, asked.kind.size, now, asked.asked, asked.ahead)
         self._owned.window.made(message.nbytes)
         if asked.stage:
             self._routes.given(m.x[asked.stage][:1])
@@ -369,7 +368,7 @@ class Trainer:
     def _gradient(self, m: Microbatch, hop: Hop, fault: str, now: float) -> None:
         stage = hop.stage
         if hop.kind is Kind.BACKWARD:
-            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked)
+            self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked, hop.ahead)
             self._routes.given((*m.x[stage][: bool(stage)], *(m.g[stage][:1] if stage < len(m.booked) - 1 else ())))
             m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.booked[stage] = hop.peer
@@ -436,7 +435,7 @@ class Trainer:
             self._reports.not_served(hop.peer, maker, now, late=True)
         if not hop.repeated and hop.kind is not Kind.RECALL:
             m.slow += 1
-            self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now)
+            self._routes.slow(hop.peer, now - hop.sent, hop.kind.size, now, hop.ahead)
             then = "cancelled there" if hop.kind is Kind.BACKWARD else "sent elsewhere"
             waited = f"no answer to a {hop.kind.value} of stage {hop.stage} for {now - hop.sent:.1f} s"
             self._reports.note_once("route", hop.kind.value, hop.peer, f"{hop.peer}: {waited}, {then}")

@@ -171,9 +171,7 @@ class Play:
         choice, active = self._owners[owner].choice, self._owners[owner].owned.active.values()
         peer = choice.peer(m, want, active, now)
         assert peer, "nobody is ever busy or banned here"
-        m.next = ""
-        m.hop = Hop(want.kind, want.stage, peer, now)
-        m.hop.to = choice.after(m, want, active, now)
+        choice.hop(m, want, peer, active, now)
         self._send(owner, int(peer), m.inputs(), now, lambda then: self._arrived(owner, m, then))
 
     def _arrived(self, owner: int, m: Microbatch, now: float) -> None:
@@ -210,7 +208,7 @@ class Play:
         self._compute(peer, now)
 
     def _answered(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
-        self._owners[owner].routes.answered(hop.peer, now - hop.sent, hop.kind.size, now)
+        self._owners[owner].routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, ahead=hop.ahead)
         if hop.kind is Kind.BACKWARD:
             m.booked[hop.stage] = hop.peer
         if output:
