@@ -12,9 +12,10 @@ import ssl
 import struct
 import time
 from collections import deque
+from functools import cache
 from typing import NamedTuple
 
-from shoal.transport.streams.congestion import Acknowledged, UplinkWindow
+from shoal.transport.streams.congestion import Acknowledged, PathSample, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.send_queue import RankTurns
 
@@ -26,12 +27,14 @@ UNSENT_S = 0.02  # of bulk or more, what it sends in this time: on a busy machin
 UNSENT_MOST_BYTES = 4 << 20
 MEASURE_S = 0.004  # between two questions to the system
 RESUME_S = 0.005  # after which whoever found no room looks again
+LOOK_S = 0.05  # after which whoever waits for the system looks at its way again
+BBR = b"bbr"
 SILENT_S = (
     0.2  # and four round trips without an acknowledgement: that line carries nothing, and the others do not wait for it
 )
 # Of Linux's tcp_info: a segment's bytes, segments acknowledged out of turn; ms since the last acknowledgement; round trip in us; bytes
-# acknowledged; the shortest round trip; bytes per second
-TCP_INFO = struct.Struct("16xI8xI24xI8xI48xQ20xI8xQ")
+# acknowledged, and unsent; the shortest round trip; bytes per second
+TCP_INFO = struct.Struct("16xI8xI24xI8xI48xQ16xII8xQ")
 
 
 class Sent:
@@ -40,6 +43,7 @@ class Sent:
     def __init__(self, delivered_bytes: int) -> None:
         self.written_bytes = self.delivered_bytes = delivered_bytes
         self.unsent_bytes = UNSENT_BYTES  # that the system takes
+        self.restarts = Restarts()
 
 
 class Uplink:
@@ -70,6 +74,7 @@ class Uplink:
                     nbytes = connection.sock.send(data[:most])
                 except BlockingIOError:
                     self._end_turn(connection)
+                    connection.resume_at = time.monotonic() + LOOK_S
                     yield WaitFor.WRITE
                     continue
                 data = data[nbytes:]
@@ -110,7 +115,7 @@ class Uplink:
 
     def _measure(self, now: float) -> None:
         self._measured_at = now
-        self._outstanding_bytes, lately = 0, []
+        self._outstanding_bytes, lately, infos = 0, list[Acknowledged](), list[tuple[Connection, Sent, Info]]()
         for connection, sent in list(self._sent.items()):
             if connection.closed:
                 del self._sent[connection]
@@ -125,7 +130,13 @@ class Uplink:
                     # What waits in the line of a single receiver leaves room in this one
                     own = min(1.0, (info.base_us + 1e6 * self._window.queue_s) / max(1, info.trip_us))
                     self._outstanding_bytes += int(own * max(0, sent.written_bytes - info.delivered_bytes))
+                infos.append((connection, sent, info))
         self._window.acknowledged(lately, now)
+        room = self._window.is_roomy(self._outstanding_bytes)
+        for connection, sent, info in infos:
+            path = PathSample(info.delivered_bytes, info.trip_us / 1e6, info.base_us / 1e6, info.unsent_bytes > 0, room)
+            if sent.restarts.look(path, now):
+                restart(connection.sock)
 
 
 class Info(NamedTuple):
@@ -134,13 +145,14 @@ class Info(NamedTuple):
     delivered_bytes: int
     base_us: int  # the shortest round trip
     rate_Bps: int
+    unsent_bytes: int
 
 
 def _info(sock: socket.socket) -> Info:
     """What arrived behind a lost segment is delivered, too: at 0.1 % loss one connection had 0.8 of its rate without it."""
     fields = TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
-    segment_bytes, early, silent_ms, trip_us, acked_bytes, base_us, rate_Bps = fields
-    return Info(silent_ms, trip_us, acked_bytes + early * segment_bytes, base_us, rate_Bps)
+    segment_bytes, early, silent_ms, trip_us, acked_bytes, unsent_bytes, base_us, rate_Bps = fields
+    return Info(silent_ms, trip_us, acked_bytes + early * segment_bytes, base_us, rate_Bps, unsent_bytes)
 
 
 def _take_ahead(sock: socket.socket, sent: Sent, rate_Bps: int) -> None:
@@ -149,6 +161,26 @@ def _take_ahead(sock: socket.socket, sent: Sent, rate_Bps: int) -> None:
     if not 0.8 * sent.unsent_bytes <= unsent_bytes <= 1.25 * sent.unsent_bytes:
         sent.unsent_bytes = unsent_bytes
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
+
+
+@cache
+def can_restart() -> bool:
+    """The system lets this process choose BBR again after another congestion control."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            for name in (b"reno", BBR):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def restart(sock: socket.socket) -> None:
+    """BBR forgets the rate that it knows, and doubles it from round trip to round trip as at the beginning."""
+    if not can_restart() or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != BBR:
+        return
+    for name in (b"reno", BBR):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
 
 
 class Channel:
