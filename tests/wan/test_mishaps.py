@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -172,6 +173,25 @@ def test_a_port_that_is_blocked_one_way_is_waited_for_at_a_relay(real: ModuleTyp
         while int(r.next("heard").split()[2]) <= before:
             pass
         a.next("heard")
+        for peer in (a, b, r):
+            peer.close()
+
+
+def test_a_port_that_is_blocked_in_mid_run_is_waited_for_at_a_relay(real: ModuleType, folder: Path) -> None:
+    """a was reached directly before. Whoever calls after that finds the relay in a's record."""
+    with real.Lab(real.Topology(("a", "b", "r"))) as lab:
+        r, a = Peer(lab, folder, "r", "b", "0.0.0.0"), Peer(lab, folder, "a", "r", "0.0.0.0")
+        b = Peer(lab, folder, "b", "a", "0.0.0.0")
+        a.next("heard"), r.next("heard")
+        lab.change(real.Change(gate=real.GateRule("a", "firewall")))
+        lab.kill(b.process)
+        b.close()
+        for line in r.process.stdout:  # a waits there, and its record says so
+            if len(json.loads((folder / "a").read_text())) > 3:
+                break
+        b = Peer(lab, folder, "b", "a", "0.0.0.0")
+        while int(r.next("heard").split()[2]) == 0:
+            pass
         for peer in (a, b, r):
             peer.close()
 
