@@ -114,7 +114,7 @@ def test_nobody_meets_but_its_row_and_its_columns_and_bytes_are_those_of_the_bou
         assert len(near[peer]) <= connections(replicas)
         nbytes = sum(high - low for _, low, high in sends) / length
         assert nbytes == pytest.approx(2 * (replicas - 1) / replicas, rel=0.012), "of the gradient"
-        assert max(Counter(place.forwards.values()).values()) <= early_parts(replicas, False)
+        assert max(Counter(place.forwards.values()).values()) <= early_parts(replicas)
 
 
 def test_what_all_send_at_once_goes_to_another_first_from_each() -> None:

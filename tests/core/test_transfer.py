@@ -37,6 +37,7 @@ from shoal.core.messages import (
     Wire,
 )
 from shoal.core.server.server import Server
+from shoal.core.transfer.download import COLD_BYTES, COLD_Bps
 from shoal.core.transfer.transfer import StateTransfer
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
@@ -190,6 +191,19 @@ def test_a_silent_donor_is_waited_for_twice_as_long_each_time() -> None:
         play.wait((play.transfer.deadline or 0.0) - play.now)
         play.offer("b")
     assert waited == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
+
+
+@pytest.mark.parametrize("size_bytes", [COLD_BYTES, 1 << 40])
+def test_the_first_chunk_is_waited_for_as_long_as_its_size_takes_on_a_slow_line(size_bytes: int) -> None:
+    """16 MiB over 20 Mbit/s were requested three times over, of donors that were sending them; an offer of more gets no longer."""
+    play = Play(a_view(members=MEMBERS[:2]))
+    large = Manifest(hashes=("h0",), sizes=(size_bytes,))
+    play.hear("b", Offer(epoch=0, step=5, stage=1, manifest=large))
+    assert play.asked() == [("b", 0)]
+    play.wait(4 * COLD_BYTES / COLD_Bps - 0.1)
+    assert not play.said
+    play.wait(0.2)
+    assert [command for command in play.said if isinstance(command, Note)]
 
 
 def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_version() -> None:

@@ -86,7 +86,7 @@ def test_chunks_cover_the_gradient_once_and_each_owner_has_its_share_of_every_sl
             place = layout.role(peer)
             mine = [number for number, owner in zip(layout.numbers, layout.owners, strict=True) if owner == peer]
             assert place.adds == dict.fromkeys(mine, group) and set(place.sends) == set(place.receives)
-            assert len(mine) <= early_parts(len(group), True)
+            assert len(mine) <= early_parts(len(group))
             assert set(place.broadcasts) == set(mine) and all(
                 len(to) == len(group) - 1 for to in place.broadcasts.values()
             )

@@ -113,7 +113,8 @@ def test_the_majority_that_dies_at_once_ends_the_run_in_words() -> None:
 def test_the_leaders_death_is_noticed_after_an_election() -> None:
     job = a_job(stages=1)
     leader, other = (play(job, always(8, Presence(601.0, slot, False))) for slot in (0, 1))
-    assert leader.parts.waiting > other.parts.waiting + 0.6 * job.patience.heartbeat_timeout_s
+    last_s = other.parts.waiting / other.steps  # the hour may end a step sooner
+    assert leader.parts.waiting > other.parts.waiting - last_s + 0.6 * job.patience.heartbeat_timeout_s
     assert leader.steps <= other.steps
 
 

@@ -18,7 +18,7 @@ from shoal.sim.swarm import Outcome, Swarm
 SEEDS: dict[str, int] = {
     "outsider/fuzz": 0, "outsider/coup": 2, "outsider/complain": 0, "outsider/culprit": 1, "outsider/saved": 0,
     "joiner/fuzz": 0, "joiner/coup": 0, "joiner/complain": 2, "joiner/culprit": 5, "joiner/saved": 1,
-    "joiner/hollow": 0, "joiner/frozen": 0, "joiner/books": 1, "joiner/digest": 0, "joiner/withhold": 0,
+    "joiner/hollow": 0, "joiner/frozen": 0, "joiner/books": 1, "joiner/digest": 0, "joiner/withhold": 1,
     "joiner/busy": 0,
     "member/fuzz": 0, "member/coup": 1, "member/complain": 1, "member/culprit": 1, "member/saved": 0,
     "member/mute": 1, "member/frozen": 7, "member/books": 0, "member/gone": 1, "member/overflow": 0,

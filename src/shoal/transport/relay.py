@@ -36,6 +36,7 @@ from shoal.transport.directory.records import RELAY
 from shoal.transport.identity.identity import Identity, key_id, key_id_of, verify
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.carrier import tuned
+from shoal.transport.streams.engine import Connection
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +263,8 @@ class Relays:
         self._identity, self._membership = identity, membership
         self._loop = BackgroundLoop("shoal relay")
         self._reached: dict[RelayRoute, float] = {}  # peers that may be relays, directly: since when
-        self._answered = False  # somebody has reached this peer directly
+        self._callers: set[Connection] = set()  # connections by which others have reached this peer directly
+        self._answered_at = float("-inf")  # when there last was one
         self._accepted: Counter[RelayRoute] = Counter()  # connections that wait at those relays
         self._refused: dict[RelayRoute, float] = {}  # until when
         self._take: Callable[[socket.socket], None] = socket.socket.close
@@ -298,8 +300,9 @@ class Relays:
     def lost(self, peer: Peer, host: str, port: int) -> None:
         self._reached.pop(RelayRoute(host, port, key_id_of(peer)), None)
 
-    def answered(self) -> None:
-        self._answered = True
+    def answered(self, connection: Connection) -> None:
+        """Somebody has reached this peer directly."""
+        self._callers.add(connection)
 
     def serve(self, sock: socket.socket) -> None:
         """A connection to this peer's port that begins with CALL. It is the relay's from now on."""
@@ -338,12 +341,15 @@ class Relays:
             self._loop.call_in_owner(partial(call, hosts))
 
     def _unreachable(self) -> bool:
-        """Others see another address than this machine's; or nobody has called."""
+        """Others see another address than this machine's; or nobody calls, not any more where a port was closed in mid-run."""
         seen = self._membership.seen
         if seen and seen not in self._hosts() and not ipaddress.ip_address(seen).is_loopback:
             return True
+        self._callers -= {each for each in tuple(self._callers) if each.closed}
+        if self._callers:
+            self._answered_at = time.monotonic()
         first = min(self._reached.values(), default=float("inf"))
-        return not self._answered and time.monotonic() - first > SILENT_S
+        return time.monotonic() - max(first, self._answered_at) > SILENT_S
 
     def _chosen(self) -> list[RelayRoute]:
         now = time.monotonic()

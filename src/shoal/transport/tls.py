@@ -162,7 +162,7 @@ class Tls:
         channel = Channel(connection, self._answering, server_side=True)
         yield from channel.handshake()
         if self._relays is not None and not connection.relayed:
-            self._relays.answered()
+            self._relays.answered(connection)
         return channel, certificate_key_id(channel.certificate())
 
     def called(self, peer: Peer, host: str) -> None:

@@ -11,10 +11,12 @@ sum of it. Between two neighbouring cuts of whatever rows lies a segment: one re
 a column; they cut the segment once more, one chunk each, and add the rows' sums in row order. Every replica receives each of those
 sums from the replica of its own row that stands in the column. One row is the same with nothing to be done between rows.
 
+A large piece of one row is cut into SLICES first, and every slice among the owners: the sums of one slice are sent while the parts of
+the next arrive. Otherwise every line is idle in the middle of a round, from its last part until the slowest part of another has come.
+
 Where a plan knows how wide the replicas' lines are, and they differ, a group of one row owns in proportion: who owns the share w of
 the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be spared. It is
-spared only if parts and sums are on their way at the same time, so the piece is cut into SLICES first, and every slice among the
-owners (docs/design/2026-11-22-weighted-owners.md).
+spared only if parts and sums are on their way at the same time: sums go first (docs/design/2026-11-22-weighted-owners.md).
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ from shoal.core.messages import Peer, Round, Share, View
 
 MOST_CHUNKS = 1 << 19  # in all pieces together: half of what a message can name
 ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 17 in three rows need 8
-SLICES = (
-    8  # of a piece among owners of unlike lines: one is gathered while the next is reduced, the last is gathered alone
-)
+SLICES = 8  # of a piece: one is gathered while the next is reduced, the last is gathered alone
+SLICE_VALUES = 1 << 16  # of a chunk, at least, where owners are even: one fragment of the transport
 SPARED = 0.9  # of the time that even owners take must be enough, or they stay even
 COLUMNS = (
     2  # in which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
@@ -65,6 +66,7 @@ class Layout(msgspec.Struct, frozen=True):
     inner: int = 0
     last: bool = True  # no piece comes after this one
     slices: int = 1  # of a group of one row, of which each owner has a chunk
+    weighted: bool = False  # owners are as unlike as their lines
 
     @property
     def stride(self) -> int:
@@ -120,16 +122,13 @@ def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, lin
     values than the group has replicas. Unevenly owned pieces are shorter, so that no owner holds more parts at once than an even one."""
     assert group, "a group has at least one replica"
     rows, shares = rows_of(group), owned(line_rates)
-    slices = SLICES if shares else 1
-    if shares and most:
-        most = max(1, most * sum(shares) // (len(shares) * max(shares)))
-    pieces = -(-length // max(most, len(group))) if most else 1
-    pieces = max(1, min(pieces, MOST_CHUNKS // (slices * stride(len(group)))))
+    pieces, slices = _counts(length, len(group), most, shares)
     start, stop = _cut(length, pieces, piece), _cut(length, pieces, piece + 1)
     first, last = piece * slices * stride(len(group)), piece + 1 == pieces
-    if shares:
-        bounds, owners = _sliced(start, stop, group, shares)
-        return Layout(rows, (bounds,), bounds, tuple((one,) for one in owners), owners, first, first, last, slices)
+    if slices > 1:
+        bounds, owners = _sliced(start, stop, group, shares or (1,) * len(group), slices)
+        columns_of_one = tuple((one,) for one in owners)
+        return Layout(rows, (bounds,), bounds, columns_of_one, owners, first, first, last, slices, bool(shares))
     cuts = tuple(_bounds(start, stop, len(row)) for row in rows)
     edges, columns, owned_by = [start], list[tuple[Peer, ...]](), list[Peer]()
     segments = sorted({bound for cut in cuts for bound in cut})
@@ -165,13 +164,24 @@ def owned(line_rates: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(0, full * line - together) for line in lines)
 
 
+def _counts(length: int, replicas: int, most: int, shares: Sequence[int]) -> tuple[int, int]:
+    """Pieces of a gradient, and slices of each: even owners of one row have as many as leave chunks of SLICE_VALUES."""
+    if shares and most:
+        most = max(1, most * sum(shares) // (replicas * max(shares)))
+    pieces = max(1, -(-length // max(most, replicas)) if most else 1)
+    slices = SLICES if shares else 1
+    if not shares and 1 < replicas <= ONE_ROW:
+        slices = max(1, min(SLICES, length // pieces // (replicas * SLICE_VALUES)))
+    return max(1, min(pieces, MOST_CHUNKS // (slices * stride(replicas)))), slices
+
+
 def _sliced(
-    start: int, stop: int, group: Sequence[Peer], shares: Sequence[int]
+    start: int, stop: int, group: Sequence[Peer], shares: Sequence[int], slices: int
 ) -> tuple[tuple[int, ...], tuple[Peer, ...]]:
     """Bounds and owners of the chunks: of every slice one for each replica that owns, as far as there are values."""
     bounds, owners, upto, whole = [start], list[Peer](), list(accumulate(shares)), sum(shares)
-    for slice_ in range(SLICES):
-        low, high = (start + _cut(stop - start, SLICES, place) for place in (slice_, slice_ + 1))
+    for slice_ in range(slices):
+        low, high = (start + _cut(stop - start, slices, place) for place in (slice_, slice_ + 1))
         for peer, share in zip(group, upto, strict=True):
             bound = low + (high - low) * share // whole
             if bound > bounds[-1]:
@@ -200,10 +210,9 @@ def of_row(number: int, replicas: int) -> bool:
     return replicas <= ONE_ROW or number % stride(replicas) >= _most_owned(replicas)
 
 
-def early_parts(replicas: int, weighted: bool) -> int:
-    """How many parts of a piece one replica may send another before that begins with the piece. `weighted`: some replicas' lines have
-    a planned width."""
-    return COLUMNS if replicas > ONE_ROW else SLICES if weighted else 1
+def early_parts(replicas: int) -> int:
+    """How many parts of a piece one replica may send another before that begins with the piece."""
+    return COLUMNS if replicas > ONE_ROW else SLICES
 
 
 def connections(replicas: int) -> int:

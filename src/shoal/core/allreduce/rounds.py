@@ -223,7 +223,7 @@ class Rounds:
     def _hold(self, peer: Peer, early: EarlyChunk) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
         replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
-        return self._early.hold(peer, early, early_parts(replicas, bool(self._settings.line_rates)))
+        return self._early.hold(peer, early, early_parts(replicas))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
         stride, newest, piece = current.piece.layout.stride, current.message.round, current.piece.number
@@ -452,7 +452,7 @@ class Rounds:
 
     def _sum(self, current: Current, chunk: int) -> GatherChunk:
         of = current.message
-        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.weighted)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 DONORS = 3  # replicas that a download is spread over
 CHUNKS_AT_ONCE = 2  # in flight from one donor: one travels while the other is read
+COLD_Bps, COLD_BYTES = (
+    5e6,
+    16 << 20,
+)  # at which a chunk is thought to come before one has; at most so large, whatever is offered
 RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long,
 DOUBLED = 4  # and twice as long, at most so many times, after each donor given up since the last chunk arrived
 
@@ -292,7 +296,8 @@ class Downloader:
 
     @property
     def _patience_s(self) -> float:
-        usual_s = max(RETRY_BEATS * self._settings.heartbeat_s, 4 * (self._usual.value or 0.0))
+        cold_s = min(COLD_BYTES, max(self.current.manifest.sizes)) / COLD_Bps if self.current is not None else 0.0
+        usual_s = max(RETRY_BEATS * self._settings.heartbeat_s, 4 * (self._usual.value or cold_s))
         return float(usual_s * 2 ** min(self._misses, DOUBLED))
 
     def _without(self, peer: Peer, why: str, now: float) -> list[Command]:

@@ -13,14 +13,15 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from shoal.core.allreduce.layout import SLICES, Role, owned, row_lengths, split
+from shoal.core.allreduce.layout import SLICE_VALUES, SLICES, Role, owned, row_lengths, split
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.inputs.memory import FP32
 from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.seats import Seats, line_rates, of_group
 
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
-VALUES = 1 << 20  # of a round that is played, for each replica: a power of two, so that even shares have no rounding
+MOST_VALUES = SLICES * SLICE_VALUES  # of a round that is played, for each replica: more make no difference
 
 
 def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
@@ -55,8 +56,9 @@ class _Round:
     def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, line_rates: tuple[int, ...]) -> None:
         self._lines = lines
         self._group = group
-        self._roles = _roles(len(group), line_rates)
-        self._value_bytes = gradient_bytes / (len(group) * VALUES)
+        values = _played_values(gradient_bytes, len(group))
+        self._roles = _roles(len(group), values, line_rates)
+        self._value_bytes = gradient_bytes / (len(group) * values)
         self._missing = [{number: len(peers) for number, peers in role.adds.items()} for role, _ in self._roles]
         # By replica, the first queue before the second; (to, chunk, is a sum).
         self._waiting = [(deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group]
@@ -123,11 +125,17 @@ class _Round:
         heappush(self._events, (free_s, next(self._serial), source, -1, 0, False))
 
 
+def _played_values(gradient_bytes: float, replicas: int) -> int:
+    """For each replica, as many as give as many slices: a power of two, so that even shares have no rounding."""
+    values = int(gradient_bytes / FP32 / replicas)
+    return min(MOST_VALUES, max(SLICE_VALUES, 1 << values.bit_length() >> 1))
+
+
 @cache
-def _roles(replicas: int, line_rates: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
-    """Of every replica, by number; and the values of each chunk that it sends, of VALUES for each replica."""
+def _roles(replicas: int, values: int, line_rates: tuple[int, ...] = ()) -> tuple[tuple[Role, dict[int, int]], ...]:
+    """Of every replica, by number; and the values of each chunk that it sends, of so many for each replica."""
     names = tuple(map(str, range(replicas)))
-    layout = split(replicas * VALUES, names, line_rates=line_rates)
+    layout = split(replicas * values, names, line_rates=line_rates)
     whole = {n: high - low for n, (low, high) in zip(layout.numbers, pairwise(layout.bounds), strict=True)}
     roles = []
     for role in map(layout.role, names):
@@ -160,5 +168,7 @@ def rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
             busy_s = max(nbytes * (1 + (len(group) - 2) * own / sum(shares)) / (1000 * width) for own, width in most)
             pair_s = nbytes * max(shares) / sum(shares) / pair_Bps
             there_s = min(there_s, max(busy_s * (1 + 1 / SLICES) / 2, pair_s) + delay_s)
-        worst = max(worst, 2 * there_s)
+        # The parts of the last slice are on their way while sums of others leave: their delay is not seen
+        unseen_s = delay_s if len(rows) == 1 and nbytes / FP32 >= 2 * len(group) * SLICE_VALUES else 0.0
+        worst = max(worst, 2 * there_s - unseen_s)
     return worst

@@ -7,14 +7,16 @@ allow no reading beside writing); crypto and copies run outside the interpreter'
 from __future__ import annotations
 
 import contextlib
+import operator
 import socket
 import ssl
 import struct
 import time
 from collections import deque
+from functools import cache, partial
 from typing import NamedTuple
 
-from shoal.transport.streams.congestion import Acknowledged, UplinkWindow
+from shoal.transport.streams.congestion import Acknowledged, PathSample, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.send_queue import RankTurns
 
@@ -26,12 +28,20 @@ UNSENT_S = 0.02  # of bulk or more, what it sends in this time: on a busy machin
 UNSENT_MOST_BYTES = 4 << 20
 MEASURE_S = 0.004  # between two questions to the system
 RESUME_S = 0.005  # after which whoever found no room looks again
+STUCK_S, HEARD_S = (
+    3.0,
+    1.0,
+)  # bulk that stands for so long, while control to that peer was acknowledged so lately: an MTU black hole
+BLACK_HOLE = "small packets arrive and large ones do not: the next connection has smaller ones"
+WATCH_S = 1.0
+LOOK_S = 0.05  # after which whoever waits for the system looks at its way again
+BBR = b"bbr"
 SILENT_S = (
     0.2  # and four round trips without an acknowledgement: that line carries nothing, and the others do not wait for it
 )
-# Of Linux's tcp_info: a segment's bytes, segments acknowledged out of turn; ms since the last acknowledgement; round trip in us; bytes
-# acknowledged; the shortest round trip; bytes per second
-TCP_INFO = struct.Struct("16xI8xI24xI8xI48xQ20xI8xQ")
+# Of Linux's tcp_info: a segment's bytes; segments on their way, and acknowledged out of turn; ms since the last acknowledgement; round
+# trip in us; bytes acknowledged, and unsent; the shortest round trip; bytes per second
+TCP_INFO = struct.Struct("16xI4xII24xI8xI48xQ16xII8xQ")
 
 
 class Sent:
@@ -40,6 +50,8 @@ class Sent:
     def __init__(self, delivered_bytes: int) -> None:
         self.written_bytes = self.delivered_bytes = delivered_bytes
         self.unsent_bytes = UNSENT_BYTES  # that the system takes
+        self.restarts = Restarts()
+        self.stuck_since = 0.0  # nothing of what is on its way has been delivered; 0: nothing is on its way
 
 
 class Uplink:
@@ -70,6 +82,7 @@ class Uplink:
                     nbytes = connection.sock.send(data[:most])
                 except BlockingIOError:
                     self._end_turn(connection)
+                    connection.resume_at = time.monotonic() + LOOK_S
                     yield WaitFor.WRITE
                     continue
                 data = data[nbytes:]
@@ -110,13 +123,18 @@ class Uplink:
 
     def _measure(self, now: float) -> None:
         self._measured_at = now
-        self._outstanding_bytes, lately = 0, []
+        self._outstanding_bytes, lately, infos = 0, list[Acknowledged](), list[tuple[Connection, Sent, Info]]()
         for connection, sent in list(self._sent.items()):
             if connection.closed:
                 del self._sent[connection]
-            elif sent.written_bytes > sent.delivered_bytes:
+                continue
+            if sent.written_bytes <= sent.delivered_bytes:
+                sent.stuck_since = 0.0
+            else:
                 info = _info(connection.sock)
+                sent.stuck_since = sent.stuck_since or now
                 if info.delivered_bytes > sent.delivered_bytes:
+                    sent.stuck_since = now
                     nbytes = info.delivered_bytes - sent.delivered_bytes
                     lately.append(Acknowledged(nbytes, info.trip_us / 1e6, info.base_us / 1e6))
                     sent.delivered_bytes = info.delivered_bytes
@@ -125,22 +143,53 @@ class Uplink:
                     # What waits in the line of a single receiver leaves room in this one
                     own = min(1.0, (info.base_us + 1e6 * self._window.queue_s) / max(1, info.trip_us))
                     self._outstanding_bytes += int(own * max(0, sent.written_bytes - info.delivered_bytes))
+                infos.append((connection, sent, info))
         self._window.acknowledged(lately, now)
+        room = self._window.is_roomy(self._outstanding_bytes)
+        for connection, sent, info in infos:
+            path = PathSample(info.delivered_bytes, info.trip_us / 1e6, info.base_us / 1e6, info.unsent_bytes > 0, room)
+            if sent.restarts.look(path, now):
+                restart(connection.sock)
+            _fail_if_stuck(connection, sent, info, now)
+
+    def watch(self, connection: Connection) -> None:
+        """It has nothing to write. What it has written may stand."""
+        sent, now = self._sent.get(connection), time.monotonic()
+        if sent is not None and sent.written_bytes > sent.delivered_bytes:
+            connection.resume_at = now + WATCH_S
+            if now - self._measured_at >= MEASURE_S:
+                self._measure(now)
+
+
+def _fail_if_stuck(connection: Connection, sent: Sent, info: Info, now: float) -> None:
+    """TCP would notice an MTU black hole after ten seconds."""
+    stuck = info.unacked and min(now - sent.stuck_since, info.silent_ms / 1e3) > STUCK_S
+    if stuck and connection.engine is not None and connection.is_heard():
+        connection.engine.fail_if(partial(operator.is_, connection), TimeoutError(BLACK_HOLE))
 
 
 class Info(NamedTuple):
+    unacked: int  # segments
     silent_ms: int  # since the last acknowledgement
     trip_us: int
     delivered_bytes: int
     base_us: int  # the shortest round trip
     rate_Bps: int
+    unsent_bytes: int
 
 
 def _info(sock: socket.socket) -> Info:
     """What arrived behind a lost segment is delivered, too: at 0.1 % loss one connection had 0.8 of its rate without it."""
     fields = TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
-    segment_bytes, early, silent_ms, trip_us, acked_bytes, base_us, rate_Bps = fields
-    return Info(silent_ms, trip_us, acked_bytes + early * segment_bytes, base_us, rate_Bps)
+    segment_bytes, unacked, early, silent_ms, trip_us, acked_bytes, unsent_bytes, base_us, rate_Bps = fields
+    return Info(unacked, silent_ms, trip_us, acked_bytes + early * segment_bytes, base_us, rate_Bps, unsent_bytes)
+
+
+def is_acknowledged(sock: socket.socket) -> bool:
+    """The other side has acknowledged something lately."""
+    with contextlib.suppress(AttributeError, OSError, struct.error):
+        return _info(sock).silent_ms < 1e3 * HEARD_S
+    return False
 
 
 def _take_ahead(sock: socket.socket, sent: Sent, rate_Bps: int) -> None:
@@ -149,6 +198,26 @@ def _take_ahead(sock: socket.socket, sent: Sent, rate_Bps: int) -> None:
     if not 0.8 * sent.unsent_bytes <= unsent_bytes <= 1.25 * sent.unsent_bytes:
         sent.unsent_bytes = unsent_bytes
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes)
+
+
+@cache
+def can_restart() -> bool:
+    """The system lets this process choose BBR again after another congestion control."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            for name in (b"reno", BBR):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def restart(sock: socket.socket) -> None:
+    """BBR forgets the rate that it knows, and doubles it from round trip to round trip as at the beginning."""
+    if not can_restart() or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != BBR:
+        return
+    for name in (b"reno", BBR):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
 
 
 class Channel:
@@ -214,6 +283,8 @@ class Channel:
     def check_open(self) -> None:
         """Between writes: ConnectionError when the other side has closed; it has nothing else to say."""
         assert self._connection.engine is not None
+        if self._uplink is not None:
+            self._uplink.watch(self._connection)
         scratch = self._connection.engine.scratch
         try:
             got = self._sock.recv_into(scratch)

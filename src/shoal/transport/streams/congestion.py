@@ -37,6 +37,9 @@ ROUND_S = 0.02  # at least
 STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
 MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
 RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's downlink pass in this time
+RESTART_ROUNDS = 2  # round trips in which a way could have carried more
+RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
+ROOMY = 0.75  # of the window
 FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
 FOREIGN_S = 30.0  # after which that is looked at again
 
@@ -114,6 +117,48 @@ class Acknowledged(NamedTuple):
     base_s: float
 
 
+class PathSample(NamedTuple):
+    """Of one connection, at one moment. `waits`: bytes wait unsent in the system. `room`: the uplink carries more."""
+
+    delivered_bytes: int
+    trip_s: float
+    base_s: float
+    waits: bool
+    room: bool
+
+
+class Restarts:
+    """When a connection is to forget the rate that it has measured, and measure it anew: it sends less than its way carries.
+
+    BBR learns the part of a receiver's line that others' bursts leave it, and looks for more by a quarter every eight round trips: seconds
+    in which neither end's line is full. A way without a queue, data that waits and room in the uplink say that there is more.
+    A restart that was of no use, as the way is as narrow as that, doubles the pause before the next."""
+
+    def __init__(self) -> None:
+        self._round = (0.0, 0)  # when it began; delivered until then
+        self._rounds = 0  # in a row in which the way could have carried more
+        self._again_at = 0.0
+        self._pause_s = RESTART_S
+        self._before_Bps = 0.0  # at the last restart
+
+    def look(self, sample: PathSample, now: float) -> bool:
+        began, delivered_bytes = self._round
+        free = sample.trip_s <= sample.base_s + UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * sample.base_s
+        if not (sample.waits and sample.room and free):
+            self._round, self._rounds = (now, sample.delivered_bytes), 0
+            return False
+        if now - began < max(ROUND_S, sample.base_s):
+            return False
+        rate_Bps = (sample.delivered_bytes - delivered_bytes) / (now - began)
+        self._round, self._rounds = (now, sample.delivered_bytes), self._rounds + 1
+        if self._rounds < RESTART_ROUNDS or now < self._again_at:
+            return False
+        useful = rate_Bps < self._before_Bps / GROWTH or rate_Bps > GROWTH * self._before_Bps
+        self._pause_s = RESTART_S if useful else min(RESTART_MOST_S, 2 * self._pause_s)
+        self._again_at, self._before_Bps, self._rounds = now + self._pause_s, rate_Bps, 0
+        return True
+
+
 class UplinkWindow:
     """How many bytes of all bulk connections of a machine together may be on their way: its rate times (base + allowance).
 
@@ -133,6 +178,10 @@ class UplinkWindow:
         self._foreign_s = self._foreign_until = (
             0.0  # of the queue: it belongs to others, or the way has become longer; and for how long
         )
+
+    def is_roomy(self, outstanding_bytes: int) -> bool:
+        """Far from full, beside those."""
+        return outstanding_bytes < ROOMY * self.size_bytes
 
     def room_bytes(self, outstanding_bytes: int) -> int:
         """Bytes that may be sent beside those. 0: wait for acknowledgements."""

@@ -57,6 +57,7 @@ class Connection:
         self.mask = 0
         self.closed = False
         self.relayed = False  # it was made by this side, and comes from a relay
+        self.is_heard: Callable[[], bool] = lambda: False  # of bulk: control to that peer arrives
 
 
 class Engine:

@@ -17,7 +17,7 @@ from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import ByteStream, Carrier, Route
-from shoal.transport.streams.channel import Uplink
+from shoal.transport.streams.channel import Uplink, is_acknowledged
 from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello
 from shoal.transport.streams.presence import Presence
@@ -103,6 +103,7 @@ class Sender(Generic[Route]):
         connection = Connection(sock, lambda error: self._failed(queue, connection, route, error))
         connection.steps = self._dial(connection, queue, route)
         connection.deadline = time.monotonic() + handshake.CONNECT_S
+        connection.is_heard = partial(self._is_heard, queue.peer)
         queue.connection = connection
         self._engines.sender(queue.kind).adopt(connection)
 
@@ -147,6 +148,12 @@ class Sender(Generic[Route]):
                 self._carrier.stalled(queue.peer)
             queue.clear()
         self._presence.disconnected(queue.peer, error, always=not established)
+
+    def _is_heard(self, peer: Peer) -> bool:
+        """Control to that peer arrives. In any thread."""
+        queue = self._queues.get((peer, "control"))
+        connection = queue.connection if queue is not None else None
+        return connection is not None and connection.deadline is None and is_acknowledged(connection.sock)
 
     def _disconnect(self, queue: SendQueue) -> None:
         if queue.connection is not None:
