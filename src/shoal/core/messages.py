@@ -679,13 +679,15 @@ class GatherChunk(Wire, frozen=True):
 
 
 class Resend(Wire, frozen=True):
-    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk."""
+    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk. `vain`: the
+    leader has learned that I wait for you."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
     sum: bool
+    vain: bool = False
 
 
 class Sketch(Value, frozen=True):
@@ -719,13 +721,16 @@ class Reduced(Wire, frozen=True):
 
 
 class RoundWaits(Wire, frozen=True):
-    """Replica to leader: nothing new has come to me in this round for long. Whose parts, and whose sums, I lack."""
+    """Replica to leader: whose parts, and whose sums, I lack in this round; nobody's: what I reported before has come. `vain`: nothing
+    new has come for long; else others wait for me in vain, and I for these."""
 
     epoch: Count
     step: Count
     round: Count
     parts: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
     sums: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
+    vain: bool = True
+    piece: Count = 0  # of the gradient, that I am at
 
 
 class BookerRequest(Wire, frozen=True):
