@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.rounds import Group
 
-from shoal.core.allreduce.waiting import COLD_Bps, LEFTOVERS, TELL, TELL_BEATS, Pace, RoundTimes, Waiting
+from shoal.core.allreduce.waiting import LEFTOVERS, TELL, TELL_BEATS, COLD_Bps, Pace, RoundTimes, Waiting
 from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits
 
 NAMES = ("a", "b", "c", "d")
