@@ -825,9 +825,9 @@ def test_a_part_and_a_sum_are_sent_again_when_asked_for_twice_or_when_the_connec
             play.hear(REPLICA, resend)
             assert play.commands == []
     play.hear(REPLICA, asked[0])
-    assert [m for _, m, _ in play.sends(ReduceChunk)] == [ReduceChunk(0, 0, 1, 1)]
+    assert [m for _, m, _ in play.sends(ReduceChunk)] == [ReduceChunk(0, 0, 1, 1, again=True)]
     play.hear(REPLICA, asked[1])
-    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
+    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0, again=True)]
     for _ in range(2):
         play.hear(REPLICA, Resend(0, 0, 1, 0, False))  # not its chunk
         assert play.commands == []
@@ -936,7 +936,7 @@ def test_a_sum_of_the_piece_before_is_sent_again() -> None:
     play.hear(REPLICA, again)
     assert play.commands == [], "it may be on its way"
     play.hear(REPLICA, again)
-    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0)]
+    assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0, again=True)]
     play.hear(REPLICA, Resend(0, 0, 1, 1, False))
     assert play.commands == [], "that part has been added: there is its sum"
 

@@ -657,18 +657,20 @@ class Round(Wire, frozen=True):
 
 class ReduceChunk(Wire, frozen=True):
     """Reduce-scatter, replica to chunk owner: blob 0 is that chunk of my gradient sum, or of my row's. Chunks are numbered through all
-    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
+    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py). `again`: a copy,
+    which was asked for."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
+    again: bool = False
 
 
 class GatherChunk(Wire, frozen=True):
     """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
     within a row, then the rows in theirs. `to_joiner`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
-    of slices that come later."""
+    of slices that come later. `again`: a copy, which was asked for."""
 
     epoch: Count
     step: Count
@@ -676,6 +678,7 @@ class GatherChunk(Wire, frozen=True):
     chunk: Index
     to_joiner: bool = False
     first: bool = False
+    again: bool = False
 
 
 class Resend(Wire, frozen=True):

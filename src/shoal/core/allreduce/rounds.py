@@ -23,7 +23,7 @@ from shoal.core.allreduce.checked import SumChecks
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
 from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, sums_for_others
-from shoal.core.allreduce.waiting import Pace, RoundTimes, Waiting
+from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -60,10 +60,8 @@ class Current(msgspec.Struct):
     began: float
     waiting: Waiting
     repeat_at: float = 0.0  # when Reduced is sent again
-    doubled: bool = False  # a chunk has come twice: the first copy was slow, not lost
-    sent: set[tuple[Peer, int, bool]] = msgspec.field(
-        default_factory=set
-    )  # ReduceChunk or (True) GatherChunk; not requested again since
+    lost: bool = False  # a chunk came only when it was sent again
+    copies: Copies = msgspec.field(default_factory=Copies)
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     checks: SumChecks = msgspec.field(default_factory=SumChecks)
@@ -138,7 +136,7 @@ class Rounds:
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
         piece = Piece(layout, layout.role(self._name))
-        self._times.begin(self._replica.length, (share.line_rate for share in shares))
+        self._times.begin(self._replica.length, shares)
         return Current(message, group, joiners, piece, now, Waiting(now + self._pace(piece).patience_s, now))
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
@@ -153,7 +151,7 @@ class Rounds:
         if current is None:
             return []
         if current.reduced is None:
-            self._times.end(None, patient=False)
+            self._times.end(None, lost=False)
         read: set[str] = set()
         for task in current.tasks.values():
             self._void[task.id] = task.reads, task.makes
@@ -247,7 +245,6 @@ class Rounds:
             from_its_sender = role.receives.get(message.chunk) == peer
             wanted = from_its_sender and message.chunk not in current.piece.sums and not current.piece.gathering
         if not wanted:
-            current.doubled = True
             return drop(early.blobs)
         if early.fault or len(early.blobs) != 1:
             what = f"{type(message).__name__} of chunk {message.chunk} from {peer}"
@@ -255,7 +252,7 @@ class Rounds:
             return drop(early.blobs) + self.fail(current.message, reason, peer)
         blob = early.blobs[0]
         commands = self._report_waits(current, ()) if current.waiting.on_new(now) else []
-        current.live[blob] = None
+        current.live[blob], current.lost = None, current.lost or message.again
         if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return commands + self._go_on(current)
@@ -268,20 +265,17 @@ class Rounds:
         """A chunk that is not ready is sent when it is; one that has been sent may be on its way, where a second copy would only make
         it longer: it is sent again when it is asked for twice or in vain, or when the connection has broken since. Of a sum that lacks a
         part the leader learns whose part that is."""
-        role, asked = current.piece.role, (peer, message.chunk, message.sum)
-        if asked in current.sent and not message.vain:
-            current.sent.discard(asked)
-            return []
+        role, piece, chunk = current.piece.role, current.piece, (peer, message.chunk, message.sum)
+        values = (piece.layout.bounds[-1] - piece.layout.bounds[0]) // len(current.group)
         if not message.sum:
             adds = {**role.sends, **role.forwards}.get(message.chunk)
-            if message.chunk not in current.piece.cut or adds != peer:
-                return []
-            return [Send(peer, self._part(current, message.chunk), (current.piece.cut[message.chunk],))]
-        held = current.piece.before.get(message.chunk)
-        if message.chunk in role.broadcasts:
-            held = current.piece.sums.get(message.chunk)
-        if held is not None:
-            return [Send(peer, self._sum(current, message.chunk), (held,))]
+            blob = piece.cut.get(message.chunk) if adds == peer else None
+        else:
+            blob = (piece.sums if message.chunk in role.broadcasts else piece.before).get(message.chunk)
+        if blob is not None:
+            make = self._sum if message.sum else self._part
+            sends = current.copies.again(chunk, values, message.vain, now)
+            return [Send(peer, make(current, message.chunk, again=True), (blob,))] if sends else []
         if not message.vain or current.reduced is not None or current.waiting.reported_at is not None:
             return []
         return self._report_missing(current, now)
@@ -289,7 +283,7 @@ class Rounds:
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
         if self._current is not None:
-            self._current.sent = {asked for asked in self._current.sent if asked[0] != peer}
+            self._current.copies.keep(lambda chunk: chunk[0] != peer)
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -316,7 +310,7 @@ class Rounds:
                 current.checks.on_gathered(current.piece.layout.owners, done.result)
                 if not task.last:
                     return self._next_piece(current, now)
-                self._times.end(now - current.began, patient=current.doubled or not current.waiting.again)
+                self._times.end(now - current.began, current.lost)
                 of, result, sums = current.message, done.result, current.checks.of(current.group)
                 current.reduced = Reduced(of.epoch, of.step, of.round, result.digest, result.norm_sq, sums)
                 current.repeat_at = now + 2 * self._settings.heartbeat_s
@@ -345,7 +339,7 @@ class Rounds:
         """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
         before = sums_for_others(current.piece)
         commands = _forget(current, tuple(blob for blob in current.live if blob not in before.values()))
-        current.sent = {asked for asked in current.sent if asked[1] in before and asked[2]}
+        current.copies.keep(lambda chunk: chunk[1] in before and chunk[2])
         number = current.piece.number + 1
         layout = self._layout(current.message.groups[self._stage], number)
         current.piece = Piece(layout, layout.role(self._name), number, before=before)
@@ -368,7 +362,7 @@ class Rounds:
                 current.piece.parts.setdefault(number, {})[peer] = cut[number]
                 continue
             sends.append(Send(peer, self._part(current, number), (cut[number],)))
-            current.sent.add((peer, number, False))
+            current.copies.add((peer, number, False))
         return sends + self._go_on(current)
 
     def _send_sum(self, current: Current, number: int, blob: str) -> list[Command]:
@@ -377,7 +371,8 @@ class Rounds:
         if number not in current.piece.role.broadcasts:
             return []
         peers = current.piece.role.broadcasts[number]
-        current.sent |= {(peer, number, True) for peer in peers}
+        for peer in peers:
+            current.copies.add((peer, number, True))
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         of = current.message
         chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
@@ -462,12 +457,12 @@ class Rounds:
         failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)
         return [Send(self._replica.leader, failed)] if self._replica.leader is not None else []
 
-    def _part(self, current: Current, chunk: int) -> ReduceChunk:
-        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)
+    def _part(self, current: Current, chunk: int, again: bool = False) -> ReduceChunk:
+        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk, again)
 
-    def _sum(self, current: Current, chunk: int) -> GatherChunk:
-        of = current.message
-        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.slices > 1)
+    def _sum(self, current: Current, chunk: int, again: bool = False) -> GatherChunk:
+        of, first = current.message, current.piece.layout.slices > 1
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=first, again=again)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
         of, vain = current.message, current.waiting.reported_at is not None
