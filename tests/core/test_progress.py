@@ -13,6 +13,7 @@ from shoal.core.leader.progress import (
     LEAST_BEATS,
     LOAD_HOLDS,
     ROUNDS,
+    SOON_BEATS,
     STEPS,
     VIEW_SILENCES,
     Progress,
@@ -193,17 +194,26 @@ class Averaging:
         self.conduct = Conduct()
         self.watch = RoundWatch(Round(0, 0, 1, 1, groups), SETTINGS, 0.0)
         self.reduced: dict[str, Reduced] = {}
+        self.waiting: dict[str, RoundWaits] = {}
 
     def reduce(self, *peers: str) -> None:
         for peer in peers:
             self.reduced[peer] = Reduced(0, 0, 1, "sum", 1.0)
             self.watch.on_reduced(self.now)
 
-    def waits(self, peer: str, parts: str = "", sums: str = "") -> None:
-        self.watch.on_waits(peer, RoundWaits(0, 0, 1, tuple(parts), tuple(sums)), self.now)
+    def waits(self, peer: str, parts: str = "", sums: str = "", vain: bool = True, piece: int = 0) -> None:
+        """It says so now, and with every beat from now on."""
+        self.waiting[peer] = RoundWaits(0, 0, 1, tuple(parts), tuple(sums), vain, piece)
+        self.watch.on_waits(peer, self.waiting[peer], self.now)
 
     def verdict(self, after_s: float = HEAR_BEATS * BEAT_S) -> tuple[str, str]:
-        self.now += after_s
+        until = self.now + after_s
+        while self.now + BEAT_S <= until:
+            self.now += BEAT_S
+            for peer, waits in self.waiting.items():
+                if peer not in self.reduced:
+                    self.watch.on_waits(peer, waits, self.now)
+        self.now = until
         return self.watch.verdict(self.reduced, self.conduct, self.leader, self.now) or ("", "")
 
 
@@ -247,6 +257,49 @@ def test_sums_are_looked_at_only_where_nobody_lacks_parts() -> None:
     for peer in "acd":
         round_.waits(peer, sums="b")
     assert round_.verdict()[0] == "b"
+
+
+def test_what_came_after_all_convicts_nobody() -> None:
+    round_ = Averaging()
+    for peer in "abd":
+        round_.waits(peer, parts="c")
+    assert round_.verdict(HEAR_BEATS * BEAT_S - BEAT_S) == ("", "")
+    for parts in ("", "c"):
+        for peer in "abd":
+            round_.waits(peer, parts=parts)
+    assert round_.verdict(BEAT_S) == ("", ""), "the time begins anew"
+    for peer in "abd":
+        round_.waits(peer)
+    assert round_.verdict(100.0) == ("", "")
+
+
+def test_a_wait_that_is_not_repeated_is_over() -> None:
+    round_ = Averaging()
+    for peer in "abd":
+        round_.waits(peer, parts="c")
+    round_.waiting.clear()
+    assert round_.verdict() == ("", "")
+
+
+def test_a_peer_that_waits_itself_though_not_in_vain_yet_is_not_at_fault() -> None:
+    round_ = Averaging()
+    for peer in "acd":
+        round_.waits(peer, sums="b")
+    round_.waits("b", parts="c", vain=False)
+    assert round_.verdict() == ("", ""), "nor is c, so early"
+    assert round_.verdict((SOON_BEATS + HEAR_BEATS) * BEAT_S)[0] == "c", "that cannot go on for ever"
+    round_ = Averaging()
+    for peer in "acd":
+        round_.waits(peer, sums="b")
+    assert round_.verdict()[0] == "b"
+
+
+def test_of_two_pieces_the_one_before_comes_first() -> None:
+    round_ = Averaging()
+    round_.waits("b", sums="c", piece=1)
+    for peer in "acd":
+        round_.waits(peer, parts="b", piece=2)  # it cannot begin with this piece
+    assert round_.verdict()[0] == "c"
 
 
 def test_one_that_waits_for_one_is_believed_once() -> None:

@@ -347,6 +347,20 @@ def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_no
     assert play.sent(Offer)[0][1].step == 7
 
 
+def test_two_joiners_for_whom_a_copy_is_too_old_do_not_wait_for_one_another() -> None:
+    """Found by simulation (unlike 40): each was told for ever that the other still read it, and both were evicted."""
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    ask(play, "y")
+    play.take(play.server.load_state(1, 7, 0, 10, "d7", 0.0))
+    ask(play, "x", since=7)
+    assert play.sent(Offer)[0][1].manifest.sizes == (), "y still reads version 5"
+    ask(play, "y", since=7)
+    exported(play)
+    assert play.sent(Offer)[0][1].step == 7
+
+
 def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:
     play = a_donor()
     ask(play, "stranger")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from tests.rounds import Group
 
-from shoal.core.allreduce.rounds import TELL, TELL_BEATS
-from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits
+from shoal.core.allreduce.waiting import NEWCOMER, TELL, TELL_BEATS, COLD_Bps, Copies, Pace, RoundTimes, Waiting
+from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits, Share
 
 NAMES = ("a", "b", "c", "d")
 
@@ -87,7 +88,7 @@ def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: t
     play = Group(NAMES, 4000)
     play.lost = lambda source, target, message: source == "c" and isinstance(message, kind)
     play.begin()
-    patience_s = max(play.settings.min_request_timeout_s, play.rounds["a"]._patience_s)
+    patience_s = max(play.settings.min_request_timeout_s, 4 * 4000 / COLD_Bps)
     play.run(until=lambda: bool(play.waits))
     assert play.now >= max(TELL * patience_s, TELL_BEATS * play.settings.heartbeat_s)
     assert [1 for _, _, message in play.sent if isinstance(message, Resend)], "what is missing was asked for first"
@@ -100,6 +101,165 @@ def test_a_round_in_which_something_new_comes_now_and_then_is_slow_and_not_in_va
     play.begin()
     play.run(until=lambda: len(play.reduced) == 4)
     assert len(play.reduced) == 4 and play.now > 4 * TELL * play.settings.min_request_timeout_s and play.waits == []
+
+
+def test_whoever_waits_in_vain_says_so_with_every_beat() -> None:
+    play = Group(NAMES, 4000)
+    play.lost = lambda source, target, message: source == "c" and isinstance(message, ReduceChunk)
+    play.begin()
+    reported: list[float] = []
+
+    def of_a() -> int:
+        return sum(peer == "a" for peer, _ in play.waits)
+
+    for many in range(1, 7):
+        play.run(until=lambda many=many: of_a() == many)
+        reported.append(play.now)
+    pauses = [after - before for before, after in pairwise(reported)]
+    assert pauses == pytest.approx([play.settings.heartbeat_s] * 5), "one of them may be lost"
+
+
+def test_what_comes_after_all_withdraws_the_report() -> None:
+    play = Group(NAMES, 4000)
+    play.lost = lambda source, target, message: not play.waits and source == "c" and isinstance(message, ReduceChunk)
+    play.begin()
+    play.run(until=lambda: len(play.reduced) == 4)
+    assert len(play.reduced) == 4
+    newest = dict(play.waits)
+    assert newest and all(not (waits.parts or waits.sums) for waits in newest.values())
+
+
+def test_what_was_asked_for_in_vain_is_sent_at_once_although_it_was_sent_before() -> None:
+    """Its first copy was lost, and all that asked for it before."""
+    play = Group(NAMES, 4000)
+    vain_s = TELL * play.settings.min_request_timeout_s
+
+    def lost(source: Peer, target: Peer, message: object) -> bool:
+        return play.now < vain_s and (
+            isinstance(message, Resend) or (source == "c" and isinstance(message, ReduceChunk))
+        )
+
+    play.lost = lost
+    play.begin()
+    play.run(until=lambda: len(play.reduced) == 4)
+    assert len(play.reduced) == 4 and play.now == vain_s
+
+
+def test_with_the_first_report_what_is_missing_is_asked_for_at_once() -> None:
+    pace = Pace(beat_s=0.5, least_s=2.0, usual_s=0.1, slow_s=0.1, piece_s=0.1)
+    waiting = Waiting(ask_at=100.0, last_new=0.0)
+    waiting.on_report(8.0)
+    assert waiting.ask_at == 8.0
+    waiting.on_asking(pace, 8.0)
+    waiting.on_report(8.2)
+    assert waiting.ask_at == 8.5
+
+
+def test_whoever_is_asked_in_vain_for_a_sum_says_whose_part_it_lacks_itself() -> None:
+    """b got the last that came to it later than the others, so that it does not wait in vain yet."""
+    play = Group(NAMES, 4000)
+    late: list[tuple[Peer, Peer]] = []
+
+    def lost(source: Peer, target: Peer, message: object) -> bool:
+        if (source, target) == ("d", "b") and isinstance(message, ReduceChunk) and play.now < 5.0:
+            late.append((source, target))
+            return True
+        return (source, target) == ("c", "b") and isinstance(message, ReduceChunk)
+
+    play.lost = lost
+    play.begin()
+    play.run(until=lambda: any(peer == "b" for peer, _ in play.waits))
+    of_b = next(waits for peer, waits in play.waits if peer == "b")
+    assert late and of_b.parts == ("c",) and not of_b.vain
+    assert all(waits.sums == ("b",) and waits.vain for peer, waits in play.waits if peer != "b")
+
+
+def test_a_report_says_at_which_piece_its_author_is() -> None:
+    """b waits for c's sum of the first piece, and the others for b's parts of the second."""
+    play = Group(NAMES, 8000, 4000)
+    play.lost = lambda source, target, message: (source, target) == ("c", "b") and isinstance(message, GatherChunk)
+    play.begin()
+    play.run(until=lambda: len({peer for peer, _ in play.waits}) == 4)
+    newest = dict(play.waits)
+    assert newest["b"].sums == ("c",) and newest["b"].piece == 0
+    assert all("b" in newest[peer].parts and newest[peer].piece == 1 for peer in "acd")
+
+
+def usual_s(times: RoundTimes) -> float:
+    return times.pace(1).usual_s
+
+
+def slow_s(times: RoundTimes) -> float:
+    return times.pace(1).slow_s
+
+
+def shares(names: str, *rates: int) -> tuple[Share, ...]:
+    return tuple(Share(name, (), rate) for name, rate in zip(names, rates or (0,) * len(names), strict=True))
+
+
+def test_a_usual_round_is_one_in_which_nothing_was_lost() -> None:
+    times = RoundTimes(0.5, 2.0)
+    times.begin(1000, shares("ab"))
+    for _ in range(5):
+        times.end(3.0, lost=False)
+    for _ in range(20):
+        times.end(30.0, lost=True)
+    assert usual_s(times) == 3.0, "the next loss would be asked for later and later"
+    for _ in range(20):
+        times.end(30.0, lost=False)
+    assert usual_s(times) == 30.0 and times.pace(100).piece_s == pytest.approx(3.0)
+
+
+def test_a_round_of_one_replica_says_nothing_of_lines() -> None:
+    times = RoundTimes(0.5, 2.0)
+    times.begin(10_000_000, shares("a"))
+    times.end(0.1, lost=False)
+    times.begin(10_000_000, shares("ab"))
+    times.end(20.0, lost=False)
+    times.end(20.0, lost=False)
+    assert usual_s(times) == 20.0
+
+
+def test_a_round_after_abandoned_ones_may_take_longer_and_one_with_new_peers_or_a_narrow_line() -> None:
+    """What is asked for again is asked for as soon as ever: only the leader hears of it later."""
+    times = RoundTimes(0.5, 2.0)
+    times.begin(10_000_000, shares("abc", 0, 1000, 2000))
+    assert (usual_s(times), slow_s(times)) == (8.0, 40.0), "1 MB/s"
+    times.begin(10_000_000, shares("ab"))
+    assert slow_s(times) == 8.0
+    for _ in range(3):
+        times.end(1.0, lost=False)
+    for abandoned in (1, 2, 3, 3, 3):
+        times.end(None, lost=False)
+        assert (usual_s(times), slow_s(times)) == (1.0, 1.0 + abandoned), "their chunks fill the lines"
+    times.end(8.0, lost=True)
+    times.begin(10_000_000, shares("ab"))
+    assert slow_s(times) == 1.0
+    times.begin(10_000_000, shares("abc"))
+    assert (usual_s(times), slow_s(times)) == (1.0, NEWCOMER)
+    times.begin(100_000, shares("abc"))
+    assert slow_s(times) == 1.0, "as narrow as lines are thought to be, it is quick"
+
+
+def test_a_long_chunk_is_sent_again_less_and_less_often_and_a_short_one_whenever_it_is_asked_for() -> None:
+    copies, chunk = Copies(), ("b", 0, False)
+    copies.add(chunk)
+    assert not copies.again(chunk, 5_000_000, vain=False, now=0.0), "the first copy may be on its way"
+    sent = [now for now in range(1, 100) if copies.again(chunk, 5_000_000, vain=True, now=float(now))]
+    assert sent == [1, 9, 25, 57], "20 MB take 4 s where a line is not known"
+    copies.add(chunk)
+    assert all(copies.again(chunk, 500, vain=True, now=now / 2) for now in range(8))
+    copies.keep(lambda one: one[0] != "b")
+    assert copies.again(chunk, 5_000_000, vain=False, now=100.0), "its connection has broken"
+
+
+def test_a_chunk_that_came_late_was_slow_unless_it_is_a_copy() -> None:
+    play = Group(NAMES, 4000)
+    play.lost = first_of(lambda source, target, message: (source, target) == ("c", "b"))
+    play.begin()
+    play.run(until=lambda: len(play.reduced) == 4)
+    copied = {(source, target) for source, target, message in play.sent if getattr(message, "again", False)}
+    assert copied == {("c", "b")}
 
 
 def test_without_a_leader_nobody_is_told() -> None:

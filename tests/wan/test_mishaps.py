@@ -186,7 +186,7 @@ def test_a_port_that_is_blocked_in_mid_run_is_waited_for_at_a_relay(real: Module
         lab.change(real.Change(gate=real.GateRule("a", "firewall")))
         lab.kill(b.process)
         b.close()
-        for line in r.process.stdout:  # a waits there, and its record says so
+        for _ in r.process.stdout:  # a waits there, and its record says so
             if len(json.loads((folder / "a").read_text())) > 3:
                 break
         b = Peer(lab, folder, "b", "a", "0.0.0.0")

@@ -667,18 +667,20 @@ class Round(Wire, frozen=True):
 
 class ReduceChunk(Wire, frozen=True):
     """Reduce-scatter, replica to chunk owner: blob 0 is that chunk of my gradient sum, or of my row's. Chunks are numbered through all
-    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py)."""
+    pieces of the gradient, in each piece those of the group's sum before those of a row's (core/allreduce/layout.py). `again`: a copy,
+    which was asked for."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
+    again: bool = False
 
 
 class GatherChunk(Wire, frozen=True):
     """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
     within a row, then the rows in theirs. `to_joiner`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
-    of slices that come later."""
+    of slices that come later. `again`: a copy, which was asked for."""
 
     epoch: Count
     step: Count
@@ -686,16 +688,19 @@ class GatherChunk(Wire, frozen=True):
     chunk: Index
     to_joiner: bool = False
     first: bool = False
+    again: bool = False
 
 
 class Resend(Wire, frozen=True):
-    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk."""
+    """Replica to replica: I still miss your ReduceChunk (as a chunk's owner) or your GatherChunk (`sum` true) of that chunk. `vain`: the
+    leader has learned that I wait for you."""
 
     epoch: Count
     step: Count
     round: Count
     chunk: Index
     sum: bool
+    vain: bool = False
 
 
 class Sketch(Value, frozen=True):
@@ -729,13 +734,16 @@ class Reduced(Wire, frozen=True):
 
 
 class RoundWaits(Wire, frozen=True):
-    """Replica to leader: nothing new has come to me in this round for long. Whose parts, and whose sums, I lack."""
+    """Replica to leader: whose parts, and whose sums, I lack in this round; nobody's: what I reported before has come. `vain`: nothing
+    new has come for long; else others wait for me in vain, and I for these."""
 
     epoch: Count
     step: Count
     round: Count
     parts: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
     sums: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=1024)] = ()
+    vain: bool = True
+    piece: Count = 0  # of the gradient, that I am at
 
 
 class BookerRequest(Wire, frozen=True):

@@ -15,7 +15,7 @@ may still ask for is a sum of the piece before, and a chunk that is early belong
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from shoal.core.allreduce.checked import SumChecks
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
 from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, sums_for_others
-from shoal.core.latency import Latency
+from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -49,11 +49,6 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, ReplicaState, drop
 
-COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it
-TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
-TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it begins
-ASKS = 6  # after so many the pause between two does not double any more
-
 
 class Current(msgspec.Struct):
     """The round under way. `live` are the blobs held for it, in the order of their arrival; dicts keep that order."""
@@ -63,13 +58,10 @@ class Current(msgspec.Struct):
     joiners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
     piece: Piece
     began: float
-    wake: float  # when to ask for what is missing, or to repeat Reduced
-    last_new: float  # when a chunk last arrived
-    reported: float = -1.0  # the `last_new` that the leader has learned of
-    asks: int = 0  # for what is missing, so far
-    sent: set[tuple[Peer, int, bool]] = msgspec.field(
-        default_factory=set
-    )  # ReduceChunk or (True) GatherChunk; not requested again since
+    waiting: Waiting
+    repeat_at: float = 0.0  # when Reduced is sent again
+    lost: bool = False  # a chunk came only when it was sent again
+    copies: Copies = msgspec.field(default_factory=Copies)
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     checks: SumChecks = msgspec.field(default_factory=SumChecks)
@@ -88,7 +80,7 @@ class Rounds:
         self._reason = ""  # why I am not in that round (any more)
         self._early = EarlyChunks()
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
-        self._usual = Latency()  # seconds from a round's start to its reduced gradient
+        self._times = RoundTimes(settings.heartbeat_s, settings.min_request_timeout_s)
 
     @property
     def cutting(self) -> int | None:
@@ -105,13 +97,12 @@ class Rounds:
 
     @property
     def deadline(self) -> float | None:
-        return None if self._current is None else min(self._current.wake, self._report_at(self._current))
-
-    def _report_at(self, current: Current) -> float:
-        """When the leader first learns that nothing new has come for long."""
-        if current.reduced is not None or current.reported == current.last_new:
-            return float("inf")
-        return current.last_new + max(TELL * self._patience_s, TELL_BEATS * self._settings.heartbeat_s)
+        current = self._current
+        if current is None:
+            return None
+        if current.reduced is not None:
+            return current.repeat_at
+        return min(current.waiting.ask_at, current.waiting.report_at(self._pace(current.piece)))
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
@@ -145,7 +136,8 @@ class Rounds:
             if known.get(peer) == stage and peer not in group and layout.row_of(peer) == row
         )
         piece = Piece(layout, layout.role(self._name))
-        return Current(message, group, joiners, piece, now, now + self._patience_s, now)
+        self._times.begin(self._replica.length, shares)
+        return Current(message, group, joiners, piece, now, Waiting(now + self._pace(piece).patience_s, now))
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -158,6 +150,8 @@ class Rounds:
         current, self._current, self._reason = self._current, None, reason
         if current is None:
             return []
+        if current.reduced is None:
+            self._times.end(None, lost=False)
         read: set[str] = set()
         for task in current.tasks.values():
             self._void[task.id] = task.reads, task.makes
@@ -207,7 +201,7 @@ class Rounds:
             if peer not in current.group:
                 return drop(blobs)
             if isinstance(message, Resend):
-                return self._send_again(current, peer, message) + drop(blobs)
+                return self._send_again(current, peer, message, now) + drop(blobs)
             if message.chunk // current.piece.layout.stride > current.piece.number:
                 return self._hold(peer, EarlyChunk(message, blobs, fault))
             return self._take(current, peer, EarlyChunk(message, blobs, fault), now)
@@ -257,37 +251,39 @@ class Rounds:
             reason = f"{what}: {early.fault or f'{len(early.blobs)} blobs, not 1'}"
             return drop(early.blobs) + self.fail(current.message, reason, peer)
         blob = early.blobs[0]
-        current.last_new = now
-        current.live[blob] = None
+        commands = self._report_waits(current, ()) if current.waiting.on_new(now) else []
+        current.live[blob], current.lost = None, current.lost or message.again
         if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
-            return self._go_on(current)
-        commands = self._send_sum(current, message.chunk, blob)
+            return commands + self._go_on(current)
+        commands += self._send_sum(current, message.chunk, blob)
         if message.chunk in role.forwards and message.chunk in current.piece.cut:  # nobody asks for it again
             commands += _forget(current, (current.piece.cut.pop(message.chunk),))
         return commands + self._go_on(current)
 
-    def _send_again(self, current: Current, peer: Peer, message: Resend) -> list[Command]:
+    def _send_again(self, current: Current, peer: Peer, message: Resend, now: float) -> list[Command]:
         """A chunk that is not ready is sent when it is; one that has been sent may be on its way, where a second copy would only make
-        it longer: it is sent again when it is asked for twice, or when the connection has broken since."""
-        role, asked = current.piece.role, (peer, message.chunk, message.sum)
-        if asked in current.sent:
-            current.sent.discard(asked)
-            return []
+        it longer: it is sent again when it is asked for twice or in vain, or when the connection has broken since. Of a sum that lacks a
+        part the leader learns whose part that is."""
+        role, piece, chunk = current.piece.role, current.piece, (peer, message.chunk, message.sum)
+        values = (piece.layout.bounds[-1] - piece.layout.bounds[0]) // len(current.group)
         if not message.sum:
             adds = {**role.sends, **role.forwards}.get(message.chunk)
-            if message.chunk not in current.piece.cut or adds != peer:
-                return []
-            return [Send(peer, self._part(current, message.chunk), (current.piece.cut[message.chunk],))]
-        held = current.piece.before.get(message.chunk)
-        if message.chunk in role.broadcasts:
-            held = current.piece.sums.get(message.chunk)
-        return [] if held is None else [Send(peer, self._sum(current, message.chunk), (held,))]
+            blob = piece.cut.get(message.chunk) if adds == peer else None
+        else:
+            blob = (piece.sums if message.chunk in role.broadcasts else piece.before).get(message.chunk)
+        if blob is not None:
+            make = self._sum if message.sum else self._part
+            sends = current.copies.again(chunk, values, message.vain, now)
+            return [Send(peer, make(current, message.chunk, again=True), (blob,))] if sends else []
+        if not message.vain or current.reduced is not None or current.waiting.reported_at is not None:
+            return []
+        return self._report_missing(current, now)
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
         if self._current is not None:
-            self._current.sent = {asked for asked in self._current.sent if asked[0] != peer}
+            self._current.copies.keep(lambda chunk: chunk[0] != peer)
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -314,10 +310,10 @@ class Rounds:
                 current.checks.on_gathered(current.piece.layout.owners, done.result)
                 if not task.last:
                     return self._next_piece(current, now)
-                self._usual.add(now - current.began)
+                self._times.end(now - current.began, current.lost)
                 of, result, sums = current.message, done.result, current.checks.of(current.group)
                 current.reduced = Reduced(of.epoch, of.step, of.round, result.digest, result.norm_sq, sums)
-                current.wake = now + 2 * self._settings.heartbeat_s
+                current.repeat_at = now + 2 * self._settings.heartbeat_s
                 kept = sums_for_others(current.piece)
                 over = tuple(blob for chunk, blob in current.piece.sums.items() if chunk not in kept)
                 return _forget(current, over) + self._report()
@@ -343,12 +339,12 @@ class Rounds:
         """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
         before = sums_for_others(current.piece)
         commands = _forget(current, tuple(blob for blob in current.live if blob not in before.values()))
-        current.sent = {asked for asked in current.sent if asked[1] in before and asked[2]}
+        current.copies.keep(lambda chunk: chunk[1] in before and chunk[2])
         number = current.piece.number + 1
         layout = self._layout(current.message.groups[self._stage], number)
         current.piece = Piece(layout, layout.role(self._name), number, before=before)
-        current.asks, current.wake, current.last_new = 0, now + self._patience_s, now
-        return commands + self._cut(current) + self._take_early(current, now)
+        withdrawn = self._report_waits(current, ()) if current.waiting.on_piece(self._pace(current.piece), now) else []
+        return commands + withdrawn + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
         cut = dict(zip(sorted(current.piece.role.sends), task.outs, strict=True))
@@ -366,7 +362,7 @@ class Rounds:
                 current.piece.parts.setdefault(number, {})[peer] = cut[number]
                 continue
             sends.append(Send(peer, self._part(current, number), (cut[number],)))
-            current.sent.add((peer, number, False))
+            current.copies.add((peer, number, False))
         return sends + self._go_on(current)
 
     def _send_sum(self, current: Current, number: int, blob: str) -> list[Command]:
@@ -375,7 +371,8 @@ class Rounds:
         if number not in current.piece.role.broadcasts:
             return []
         peers = current.piece.role.broadcasts[number]
-        current.sent |= {(peer, number, True) for peer in peers}
+        for peer in peers:
+            current.copies.add((peer, number, True))
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         of = current.message
         chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
@@ -411,31 +408,32 @@ class Rounds:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Command]:
-        current = self._current
-        if current is None or now < min(current.wake, self._report_at(current)):
+        current, deadline = self._current, self.deadline
+        if current is None or deadline is None or now < deadline:
             return []
         if current.reduced is not None:
-            current.wake = now + 2 * self._settings.heartbeat_s
+            current.repeat_at = now + 2 * self._settings.heartbeat_s
             return self._report()
-        missing, commands = missing_from(current.piece, self._name), list[Command]()
-        reports = current.reported == current.last_new or now >= self._report_at(current)
-        if now >= current.wake:
-            current.asks = min(current.asks + 1, ASKS)
-            current.wake = now + self._patience_s * 2**current.asks
+        waiting, pace, commands = current.waiting, self._pace(current.piece), list[Command]()
+        if now >= waiting.report_at(pace):
+            commands += self._report_missing(current, now)
+        if now >= waiting.ask_at:
+            waiting.on_asking(pace, now)
+            missing = missing_from(current.piece, self._name)
             commands += [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
-        if reports:
-            current.reported = current.last_new
-        if reports and missing and self._replica.leader is not None:
-            parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
-            of = current.message
-            commands.append(Send(self._replica.leader, RoundWaits(of.epoch, of.step, of.round, parts, sums)))
         return commands
 
-    @property
-    def _patience_s(self) -> float:
-        """Until it is asked for what is missing; sent again it is after the second time, so at three times the usual."""
-        usual_s = self._usual.value or 4 * self._replica.length / COLD_Bps
-        return max(self._settings.min_request_timeout_s, usual_s)
+    def _report_missing(self, current: Current, now: float) -> list[Command]:
+        missing = missing_from(current.piece, self._name)
+        current.waiting.on_report(now)
+        return (
+            self._report_waits(current, missing, current.waiting.in_vain(self._pace(current.piece), now))
+            if missing
+            else []
+        )
+
+    def _pace(self, piece: Piece) -> Pace:
+        return self._times.pace(piece.layout.bounds[-1] - piece.layout.bounds[0])
 
     # ---------------------------------------------------------------------------------------------------------- sends
 
@@ -443,19 +441,32 @@ class Rounds:
         reduced = self._current.reduced if self._current is not None else None
         return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
 
+    def _report_waits(
+        self, current: Current, missing: Sequence[tuple[Peer, int, bool]], vain: bool = True
+    ) -> list[Command]:
+        """Whom I wait for; nobody any more: what the leader has heard before is withdrawn."""
+        parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
+        of, leader = current.message, self._replica.leader
+        return (
+            [Send(leader, RoundWaits(of.epoch, of.step, of.round, parts, sums, vain, current.piece.number))]
+            if leader is not None
+            else []
+        )
+
     def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
         failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)
         return [Send(self._replica.leader, failed)] if self._replica.leader is not None else []
 
-    def _part(self, current: Current, chunk: int) -> ReduceChunk:
-        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk)
+    def _part(self, current: Current, chunk: int, again: bool = False) -> ReduceChunk:
+        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk, again)
 
-    def _sum(self, current: Current, chunk: int) -> GatherChunk:
-        of = current.message
-        return GatherChunk(of.epoch, of.step, of.round, chunk, first=current.piece.layout.weighted)
+    def _sum(self, current: Current, chunk: int, again: bool = False) -> GatherChunk:
+        of, first = current.message, current.piece.layout.weighted
+        return GatherChunk(of.epoch, of.step, of.round, chunk, first=first, again=again)
 
     def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
-        return Resend(current.message.epoch, current.message.step, current.message.round, chunk, sum)
+        of, vain = current.message, current.waiting.reported_at is not None
+        return Resend(of.epoch, of.step, of.round, chunk, sum, vain)
 
     def _do(self, current: Current, task: Work) -> list[Command]:
         current.tasks[task.id] = task

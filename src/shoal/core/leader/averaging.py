@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.core.leader.ledger import Doubled
 from shoal.core.leader.progress import RoundWatch
-from shoal.core.messages import Peer, Reduced, Round, RoundFailed, RoundWaits, Settings
+from shoal.core.messages import Peer, Reduced, Round, RoundFailed, RoundWaits, Settings, Stage
 
 DISAGREEMENTS = 2  # rounds whose sums differ within a stage before the minority must download its state again
 PAUSES = 2  # doublings of the pause before a round is tried again
@@ -44,10 +44,12 @@ class StepRounds:
         self.not_before = float("-inf")  # no round is opened earlier: one has just failed
         self.disagreements = 0  # rounds in which replicas reported different sums or norms
         self.asked_owner: tuple[Doubled, float] | None = None  # an owner was asked who booked this, and since when
+        self.differing: dict[Stage, float] = {}  # stages whose replicas hold different parameters, and since when
 
     def on_step(self) -> None:
         """A step begins."""
         self.failures.clear()
+        self.differing.clear()
         self.tries, self.not_before, self.disagreements, self.asked_owner = 0, float("-inf"), 0, None
 
     def close(self) -> None:
@@ -75,5 +77,6 @@ class StepRounds:
         """This process was stopped for `gap_s`: no peer is late for that time."""
         if self.open is not None:
             self.open.watch.forgive(gap_s, now)
+        self.differing = {stage: min(now, since + gap_s) for stage, since in self.differing.items()}
         if self.asked_owner is not None:
             self.asked_owner = self.asked_owner[0], min(now, self.asked_owner[1] + gap_s)

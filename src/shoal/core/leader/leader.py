@@ -148,7 +148,7 @@ class Leader:
             self._unserved = unserved
             commands.append(Note("stall", unserved or "every stage is served again"))
         facts = self.facts
-        for dispute in checks.different_states(view, facts):
+        for dispute in checks.different_states(view, facts, self.settings, now):
             facts.note(dispute, now)
         for verdict in facts.evidence.progress.late(view, facts.history.step_s, now).items():
             facts.convict(verdict)

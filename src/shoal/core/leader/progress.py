@@ -21,7 +21,11 @@ LOAD_HOLDS = 20.0  # of ready_timeout_s: for a joiner's next chunk, six of 16 Mi
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
 LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
-HEAR_BEATS = 3.0  # from the first Waits to a verdict: the other participants' arrive meanwhile
+HEAR_BEATS = (
+    3.0  # from the first Waits to a verdict: the other participants' arrive meanwhile, or what was asked for again
+)
+FRESH_BEATS = 2.5  # for which a Waits counts: it is repeated with every beat, and a message may be lost
+SOON_BEATS = 24.0  # for which it need not be in vain yet
 
 
 class Seen(msgspec.Struct):
@@ -117,6 +121,14 @@ class Progress:
         )
 
 
+class Waits(msgspec.Struct):
+    """Whom a participant waits for, as it last said; since when it has said without a break that this is in vain."""
+
+    newest: RoundWaits
+    at: float
+    vain_at: float
+
+
 class RoundWatch:
     """One open round, as its participants report on it."""
 
@@ -124,30 +136,42 @@ class RoundWatch:
         self._groups = [[share.peer for share in group] for group in message.groups]
         self._settings = settings
         self._opened = self._reduced_at = now
-        self._waits: dict[Peer, RoundWaits] = {}
-        self._waits_at: float | None = None
+        self._waits: dict[Peer, Waits] = {}
+        self._judged_at = float("-inf")
 
     def forgive(self, gap_s: float, now: float) -> None:
         """Messages that arrived while this process was stopped are still to be read."""
         self._opened = min(now, self._opened + gap_s)
         self._reduced_at = min(now, self._reduced_at + gap_s)
-        if self._waits_at is not None:
-            self._waits_at = min(now, self._waits_at + gap_s)
+        for waits in self._waits.values():
+            waits.at, waits.vain_at = min(now, waits.at + gap_s), waits.vain_at + gap_s
 
     def on_reduced(self, now: float) -> None:
         self._reduced_at = now
 
     def on_waits(self, peer: Peer, waits: RoundWaits, now: float) -> None:
-        self._waits[peer] = waits
-        if self._waits_at is None:
-            self._waits_at = now
+        """One that names nobody withdraws those before: what was waited for came after all."""
+        known = self._waits.pop(peer, None)
+        if not waits.parts and not waits.sums:
+            return
+        if known is None or now - known.at > self._fresh_s:
+            known = Waits(waits, now, now + SOON_BEATS * self._settings.heartbeat_s)
+        vain_at = min(known.vain_at, now) if waits.vain else known.vain_at
+        self._waits[peer] = Waits(waits, now, vain_at)
+
+    @property
+    def _fresh_s(self) -> float:
+        return FRESH_BEATS * self._settings.heartbeat_s
 
     def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
         """The peer that keeps this round from being done."""
-        if self._waits_at is not None and now - self._waits_at >= HEAR_BEATS * self._settings.heartbeat_s:
-            self._waits_at = now
+        hear_s = HEAR_BEATS * self._settings.heartbeat_s
+        self._waits = {peer: waits for peer, waits in self._waits.items() if now - waits.at <= self._fresh_s}
+        long = {peer for peer, waits in self._waits.items() if now - waits.vain_at >= hear_s and peer not in reduced}
+        if long and now - self._judged_at >= hear_s:
+            self._judged_at = now
             for group in self._groups:
-                verdict = self._accused(group, reduced, conduct, leader)
+                verdict = self._accused(group, reduced, long, conduct, leader)
                 if verdict is not None:
                     return verdict
         usual_s = self._reduced_at - self._opened
@@ -169,43 +193,50 @@ class RoundWatch:
         return None
 
     def _accused(
-        self, group: list[Peer], reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer
+        self, group: list[Peer], reduced: dict[Peer, Reduced], long: set[Peer], conduct: Conduct, leader: Peer
     ) -> Verdict | None:
         """Each that waits and each that it waits for is an edge; whoever has most of them explains most: it sends nothing, it receives
-        nothing, or it lies. Sums are looked at only where nobody lacks parts: they are made of them."""
+        nothing, or it lies. Sums are looked at only where nobody lacks parts: they are made of them; and no piece whose beginning waits
+        for the one before it. One of those that wait has to have done so for `long`."""
         open_ = [peer for peer in group if peer not in reduced]
         for what in ("parts", "sums"):
-            edges = {
-                (peer, other)
-                for peer, waits in self._waits.items()
-                if peer in open_
-                for other in getattr(waits, what)
-                if other in group and other != peer
-            }
+            edges = self._edges(group, open_, what)
             if not edges:
                 continue
+            known = sorted(edge for edge in edges if edge[0] in long)
+            if not known:
+                return None
             degree = Counter(peer for edge in edges for peer in edge)
-            worst = max(group, key=lambda peer: degree[peer])
+            worst = max((peer for edge in known for peer in edge), key=lambda peer: (degree[peer], -group.index(peer)))
             if degree[worst] > 1:
                 by = sum(other == worst for _, other in edges)
                 for_ = degree[worst] - by
                 return worst, f"keeps {by} of its stage waiting for its {what} of a round, and lacks those of {for_}"
-            return self._one(group, [other for _, other in sorted(edges)], open_, what, conduct, leader)
+            return self._one(group, known[-1], open_, what, conduct, leader)
         return None
 
+    def _edges(self, group: list[Peer], open_: list[Peer], what: str) -> set[tuple[Peer, Peer]]:
+        """Who waits for whose parts or sums, of the lowest piece that anybody is at."""
+        waiting = {peer: waits.newest for peer, waits in self._waits.items() if peer in open_}
+        lowest = min((waits.piece for waits in waiting.values()), default=0)
+        return {
+            (peer, other)
+            for peer, waits in waiting.items()
+            if waits.piece == lowest
+            for other in getattr(waits, what)
+            if other in group and other != peer
+        }
+
     def _one(
-        self, group: list[Peer], top: list[Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
+        self, group: list[Peer], edge: tuple[Peer, Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
     ) -> Verdict | None:
         """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive. A
         leader does not judge in its own case: it lets another lead."""
-        accused = top[-1]  # the one that joined last
-        accusers = [peer for peer in self._waits if peer in open_ and accused in getattr(self._waits[peer], what)]
-        if not accusers:
-            return None
-        if accusers[0] == leader:
+        accuser, accused = edge
+        if accuser == leader:
             return leader, f"lacks {what} of a round, of {accused}, and does not judge in its own case"
-        reason = f"{accusers[0]} has waited in vain for its {what} of a round"
-        if len(group) > 2 and open_ == accusers[:1]:
+        reason = f"{accuser} has waited in vain for its {what} of a round"
+        if len(group) > 2 and open_ == [accuser]:
             said = f"is the only one of its stage that lacks {what} of a round, of {accused}"
-            return conduct.alone(accused, accusers[0], said)
-        return conduct.alone(accusers[0], accused, reason)
+            return conduct.alone(accused, accuser, said)
+        return conduct.alone(accuser, accused, reason)

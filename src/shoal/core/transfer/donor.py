@@ -68,7 +68,8 @@ class Donor:
             self._takers.add(peer)
             return [Send(peer, self._offer(request.stage))]
         held = self._copy is not None and self._copy[:2] == (view.epoch, server.stage)
-        in_use = self._takers - {peer} if held else set()
+        self._takers.discard(peer)  # the copy is too old for it: two such joiners would wait for one another
+        in_use = self._takers if held else set()
         if in_use or server.step < request.since:
             return [Send(peer, _nothing(request))]
         self._waiting[peer] = request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from shoal.core.consensus.phases import ended
@@ -11,19 +12,29 @@ from shoal.core.leader.facts import Facts
 from shoal.core.messages import Peer, Settings, View
 from shoal.core.replica_state import TEXT
 
+HEARD_BEATS = 8.0  # or a usual step: for the other replicas to report what they hold, when two differ
 STALLED = 20.0  # beats, or twice the usual step, without a commit: everybody is told why
 
 
-def different_states(view: View, facts: Facts) -> Iterable[Dispute]:
-    """Replicas of a stage report different parameters at the same step."""
+def different_states(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Dispute]:
+    """Replicas of a stage report different parameters at the same step. The first two to report it are no majority: the others are heard,
+    unless they could not change it."""
     held: dict[int, dict[str, list[Peer]]] = {}
+    silent = Counter[int]()  # replicas that have not reported, by stage
     for member in view.members:
         heartbeat = facts.heartbeats.get(member.peer)
         if heartbeat is not None and heartbeat.digest and (heartbeat.step, heartbeat.epoch) == (view.step, view.epoch):
             held.setdefault(member.stage, {}).setdefault(heartbeat.digest, []).append(member.peer)
+        elif member.peer not in facts.evidence.stale:
+            silent[member.stage] += 1
+    usual_s = facts.history.step_s if facts.history.step_s < math.inf else 0.0
     for stage, digests in held.items():
         if len(digests) > 1:
-            yield Dispute(f"its parameters differ from its stage {stage}'s others", digests)
+            since = facts.rounds.differing.setdefault(stage, now)
+            most, second, *_ = sorted(map(len, digests.values()), reverse=True)
+            known = not silent[stage] or most - second > silent[stage]
+            if known or now - since >= max(HEARD_BEATS * settings.heartbeat_s, usual_s):
+                yield Dispute(f"its parameters differ from its stage {stage}'s others", digests)
 
 
 def unserved(view: View, settings: Settings) -> str:

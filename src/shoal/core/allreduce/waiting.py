@@ -1,0 +1,164 @@
+"""How a replica waits for what is missing in a round: when it asks for it, when the leader learns of it, when that is withdrawn; and
+when what others ask for is sent again. For rounds.py.
+
+What is missing is asked for after the usual time of a round, then after three of them and after each further one. The sender
+answers from the second time on: the first copy may be on its way. Nothing new for several usual times is in vain: it is reported to the
+leader with every heartbeat, and asked for as often, since a message can be lost, and its second copy too. Whatever arrives after all
+withdraws the report. Whoever is asked in vain for a sum reports at once whose part it lacks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shoal.core.latency import Usual
+from shoal.core.messages import Peer, Share
+
+TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
+TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it begins
+COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it, unless its line is planned
+FP32 = 4  # bytes of a value
+NEWCOMER = 4  # times that a round may take longer with somebody new
+LEFTOVERS = 3  # times that a round may take longer after abandoned ones, whose chunks are still on their way
+QUICK, ASKS = 12, 6  # after so many times the pause between two doubles, as often as that
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """What a replica's waiting is measured in, seconds: a heartbeat, the least for any request, a usual round, one that takes longer for
+    all that may lengthen it, and a piece of a usual one."""
+
+    beat_s: float
+    least_s: float
+    usual_s: float
+    slow_s: float
+    piece_s: float
+
+    @property
+    def patience_s(self) -> float:
+        return max(self.least_s, self.usual_s)
+
+    @property
+    def vain_s(self) -> float:
+        """Without anything new for so long a replica waits in vain."""
+        return max(TELL * max(self.patience_s, self.slow_s), TELL_BEATS * self.beat_s)
+
+
+class RoundTimes:
+    """How long a round usually takes, from its beginning to its reduced gradient."""
+
+    def __init__(self, beat_s: float, least_s: float) -> None:
+        self._beat_s, self._least_s = beat_s, least_s
+        self._usual: Usual | None = None
+        self._length, self._narrow_Bps = 0, COLD_Bps
+        self._group: set[Peer] = set()  # who was in the last round that was done,
+        self._now: set[Peer] = set()  # and who is in this one
+        self._abandoned = 0  # rounds in a row that ended early: what was sent in them may still fill the lines
+
+    def begin(self, length: int, group: Sequence[Share]) -> None:
+        """A round of so many values."""
+        rates = [1e3 * share.line_rate for share in group if share.line_rate]
+        self._length, self._narrow_Bps = length, min([COLD_Bps, *rates])
+        self._now = {share.peer for share in group}
+
+    def end(self, seconds: float | None, lost: bool) -> None:
+        """A round took so long; None: it was abandoned. What is `lost` says nothing of the lines, and would make the next loss be asked for
+        later and later."""
+        if seconds is None:
+            self._abandoned = min(self._abandoned + 1, LEFTOVERS)
+            return
+        self._abandoned, self._group = 0, self._now
+        if not lost and len(self._now) > 1:
+            self._usual = self._usual or Usual(self._cold_s(COLD_Bps))
+            self._usual.add(seconds)
+
+    def pace(self, values: int) -> Pace:
+        """For a piece of so many values. Whoever is new in the group may have a narrower line than the others, though not narrower than is
+        thought of a line that nobody knows."""
+        narrow_s = self._cold_s(self._narrow_Bps)
+        usual_s = slow_s = self._usual.value if self._usual is not None else self._cold_s(COLD_Bps)
+        if self._usual is None:
+            slow_s = narrow_s
+        elif not self._now <= self._group:
+            slow_s = max(usual_s, min(NEWCOMER * usual_s, narrow_s))
+        piece_s = usual_s * values / max(1, self._length)
+        return Pace(self._beat_s, self._least_s, usual_s, slow_s * (1 + self._abandoned), piece_s)
+
+    def _cold_s(self, rate_Bps: float) -> float:
+        return FP32 * self._length / rate_Bps
+
+
+class Waiting(msgspec.Struct):
+    """Of one round, and the piece of it that is under way."""
+
+    ask_at: float
+    last_new: float  # when a chunk last arrived, or the piece began
+    asks: int = 0  # of this piece
+    reported_at: float | None = None  # when the leader last learned whom I wait for; None: nobody, as far as it knows
+
+    def report_at(self, pace: Pace) -> float:
+        return self.last_new + pace.vain_s if self.reported_at is None else self.reported_at + pace.beat_s
+
+    def on_new(self, now: float) -> bool:
+        """Something arrived. Returns whether a report is to be withdrawn."""
+        reported, self.last_new, self.reported_at = self.reported_at is not None, now, None
+        return reported
+
+    def on_piece(self, pace: Pace, now: float) -> bool:
+        """The next piece begins. Returns whether a report is to be withdrawn."""
+        self.asks, self.ask_at = 0, now + pace.patience_s
+        return self.on_new(now)
+
+    def on_report(self, now: float) -> None:
+        """The leader learns now whom I wait for; with the first report what is missing is asked for, too."""
+        if self.reported_at is None:
+            self.ask_at = now
+        self.reported_at = now
+
+    def in_vain(self, pace: Pace, now: float) -> bool:
+        return now >= self.last_new + pace.vain_s
+
+    def on_asking(self, pace: Pace, now: float) -> None:
+        """What is missing is asked for now."""
+        self.asks += 1
+        if self.reported_at is not None:
+            pause_s = max(pace.beat_s, pace.piece_s)
+        else:
+            pause_s = 2 * pace.patience_s if self.asks == 1 else max(pace.beat_s, pace.patience_s)
+        self.ask_at = now + pause_s * 2 ** min(max(0, self.asks - QUICK), ASKS)
+
+
+Chunk = tuple[Peer, int, bool]  # to whom, which, and whether it is a sum
+
+
+class Copy(msgspec.Struct):
+    """The newest copy of a chunk that was sent, how many there were before, and whether it has been asked for since the first."""
+
+    at: float = float("-inf")
+    before: int = 0
+    asked: bool = False
+
+
+class Copies:
+    """What was sent in a round. It may be on its way, where another copy would only make that longer."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Chunk, Copy] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        self._sent[chunk] = Copy()
+
+    def keep(self, wanted: Callable[[Chunk], bool]) -> None:
+        self._sent = {chunk: copy for chunk, copy in self._sent.items() if wanted(chunk)}
+
+    def again(self, chunk: Chunk, values: int, vain: bool, now: float) -> bool:
+        """Asked for a chunk of so many values: whether it is sent again now. When it was asked for twice, or in vain; and a long one less
+        and less often."""
+        copy = self._sent.setdefault(chunk, Copy(asked=True))
+        asked, copy.asked = copy.asked or vain, True
+        pause_s = FP32 * values / COLD_Bps * 2**copy.before
+        if not asked or now - copy.at < pause_s:
+            return False
+        copy.at, copy.before = now, min(copy.before + 1, ASKS)
+        return True
