@@ -4,7 +4,8 @@
 
 Every scenario has its own faults: processes that die, stop, are cut off, become slow or full, links that lose and delay messages. Counted
 is every process that the run removed while it lived and had not asked to leave. `disturbed`: a fault had its hands on it within the last
-RECENT_S (stopped, cut off, ten times slower, its messages garbled, other bits in its optimizer), so that the others may miss it by right.
+RECENT_S (stopped, cut off from whoever leads, ten times slower, its messages garbled, other bits in its optimizer), so that the others may
+miss it by right.
 `honest`: none had; beside lost and delayed messages, which every peer has. `convicted`: for what it did, so that it is also barred
 for a while, not only for silence. Printed of each scenario, and of each cause its number and one seed to play again. The last line is
 one JSON object: honest peers evicted, in per cent of all processes that took part; the target is 0.1.
@@ -64,6 +65,10 @@ class Watched(Swarm):
         self.kernel.after(LOOK_S, self._look)
 
     def _look(self, _: object) -> None:
+        leading = [name for name, node in self.nodes.items() if node.machine.leading]
+        for pair in self.network.cut:
+            if pair[0] in leading or pair[1] in leading:
+                self.disturbed_s.update(dict.fromkeys((one for one in pair if one not in leading), self.kernel.now))
         for name, node in self.nodes.items():
             self.known[name] = node
             if self._disturbed(node):

@@ -69,6 +69,17 @@ def test_whoever_accuses_more_peers_than_can_be_goes_itself() -> None:
     assert accused_by(conduct, "a", "z") == ["a"]
 
 
+def test_whom_the_leader_found_gone_was_accused_by_right() -> None:
+    conduct = Conduct()
+    for accused in "bc":
+        assert conduct.accuse("a", accused, "answers nothing", 5) is None
+    conduct.keep("adef")
+    assert conduct.accuse("a", "d", "not finite", 5) is None
+    conduct.keep("aef", ["d"])  # it was convicted, perhaps for that word
+    assert conduct.accuse("a", "e", "not finite", 5) is None
+    assert conduct.accuse("a", "f", "not finite", 5) == ("a", "accuses 3 peers, the last f: not finite")
+
+
 def test_in_a_large_stage_a_third_may_be_accused() -> None:
     conduct = Conduct()
     said = [accused_by(conduct, "a", f"x{number}", witnesses=12)[0] for number in range(5)]

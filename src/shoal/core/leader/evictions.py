@@ -65,9 +65,12 @@ class Conduct:
         self._opponents: dict[str, set[str]] = {}  # of each key: the keys of disputes with it that nobody could settle
         self.differed_now: set[str] = set()  # keys of those that differed in this step: it is averaged without them
 
-    def keep(self, present: Iterable[Peer]) -> None:
-        """Forget complaints about and by peers that have left the view."""
+    def keep(self, present: Iterable[Peer], convicted: Iterable[str] = ()) -> None:
+        """Forget complaints about and by peers that have left the view. Whoever vanished without being convicted (keys) was accused by
+        right."""
         remaining = set(present)
+        keys = {key_of(peer) for peer in remaining} | set(convicted)
+        self._accuses = {accuser: accused & keys for accuser, accused in self._accuses.items()}
         self._accused = {
             peer: {by: words for by, words in held.items() if by in remaining}
             for peer, held in self._accused.items()

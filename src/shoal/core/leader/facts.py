@@ -74,7 +74,7 @@ class Evidence:
 
     def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
         self.progress.on_view(before, view, now)
-        self.conduct.keep(present)
+        self.conduct.keep(present, (one.key for one in view.evicted))
         if before is None or _work(before) != _work(view):
             self.stalls.on_step(now, first=before is None)
         self.stalls.on_view(view)
