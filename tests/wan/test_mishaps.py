@@ -186,15 +186,9 @@ def test_a_port_that_is_blocked_in_mid_run_is_waited_for_at_a_relay(real: Module
         lab.change(real.Change(gate=real.GateRule("a", "firewall")))
         lab.kill(b.process)
         b.close()
-<<<<<<< HEAD
-        for _ in r.process.stdout:  # a waits there, and its record says so
-            if len(json.loads((folder / "a").read_text())) > 3:
-                break
-=======
         while len(json.loads((folder / "a").read_text())) <= 3:  # a waits there, and its record says so
             time.sleep(0.1)
             assert a.process.poll() is None
->>>>>>> net
         b = Peer(lab, folder, "b", "a", "0.0.0.0")
         while int(r.next("heard").split()[2]) == 0:
             pass
