@@ -378,12 +378,14 @@ def _look_up(requested: Mapping[str, str], source: str, files: Path | None) -> d
     return places
 
 
+def _as_it_is(field: str, name: str, source: str) -> bool:
+    """The name means the same on every machine, and may be repeated as it stands."""
+    return (remote.is_url(name) and field != PLACE) or (field == "data.path" and source == "huggingface")
+
+
 def _permission(missing: list[tuple[str, str, bool]], source: str, files: Path | None) -> str:
     requests = "; ".join(f"{_MEANS[field]}: {field} = {name!r}" for field, name, _ in missing)
-    overrides = [
-        f"{field}={name if remote.is_url(name) or (field == 'data.path' and source == 'huggingface') else _SUCH[field]}"
-        for field, name, _ in missing
-    ]
+    overrides = [f"{field}={name if _as_it_is(field, name, source) else _SUCH[field]}" for field, name, _ in missing]
     directory = [field for field, _, online in missing if not online]
     with_directory = (
         f"add --files DIR, a directory that the run may read and in which {' and '.join(directory)} will be found, or "

@@ -131,7 +131,7 @@ def test_an_adapter_of_peft_is_used_here_as_peft_uses_it(
         evaluating.evaluate(place, [tmp_path / "held-out.txt"], "data.sequence=8", "data.tokenizer=bytes")[0].loss
         for place in (adapter, tmp_path / "base")
     )
-    assert ours != pytest.approx(alone, rel=1e-3)
+    assert ours != pytest.approx(alone, rel=1e-4)
     assert program.main(["export", str(adapter), "--adapter", str(tmp_path / "again")]) == 2
     assert "was not written by shoal" in capsys.readouterr().err
 

@@ -146,7 +146,10 @@ def test_an_empty_answer_is_learned_by_the_token_that_ends_it_and_refused_withou
             "tune.beta = 0.2 has no effect: data.format = 'prompt' holds no preference pairs",
         ),
         ("tune.beta=0", "tune.beta"),
-        ("device.executor=swapping device.memory_bytes=1GiB", "does not run adapters yet"),
+        (
+            "device.executor=swapping device.memory_bytes=1GiB",
+            "whose rows device.executor = 'swapping' does not compute yet",
+        ),
         ("device.count=2", "shares out all of a stage's weights"),
     ],
 )

@@ -255,7 +255,6 @@ class Relays:
 
     def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
         self._announce: Callable[[tuple[str, ...]], None] = lambda routes: None
-        self._named: tuple[str, ...] = ()  # in its record, once somebody hears of them
         self.moved: list[
             Callable[[tuple[str, ...]], None]
         ] = []  # called in the owner's loop: other addresses from now on
@@ -275,8 +274,8 @@ class Relays:
     def hear(self, announce: Callable[[tuple[str, ...]], None]) -> None:
         """From now on `announce` receives what this peer's record should name: at once what it should name by now. In the owner's loop."""
         self._announce = announce
-        if self._named:
-            announce(self._named)
+        if routes := self._routes():
+            announce(routes)
 
     def start(self, take: Callable[[socket.socket], None], hosts: Callable[[], tuple[str, ...]]) -> None:
         """`take` gets each connection that a caller has reached this peer through; `hosts` are this machine's own addresses."""
@@ -313,6 +312,7 @@ class Relays:
 
     async def _look(self) -> None:
         """Keep as many connections waiting as this peer needs."""
+        named: tuple[str, ...] = ()
         hosts = self._hosts()
         tasks: Counter[RelayRoute] = Counter()
         while True:
@@ -327,10 +327,13 @@ class Relays:
                     self._offers.add(task)
                     task.add_done_callback(self._offers.discard)
                     task.add_done_callback(lambda _, place=place: tasks.subtract([place]))  # type: ignore[misc]
-            routes = tuple(place.text for place, count in self._accepted.items() if count > 0)
-            if routes != self._named:
-                self._named = routes
+            if (routes := self._routes()) != named:
+                named = routes
                 self._loop.call_in_owner(lambda routes=routes: self._announce(routes))  # type: ignore[misc]
+
+    def _routes(self) -> tuple[str, ...]:
+        """By which others reach this peer now."""
+        return tuple(place.text for place, count in tuple(self._accepted.items()) if count > 0)
 
     def _move(self, hosts: tuple[str, ...]) -> None:
         """This machine has other addresses: whatever waits elsewhere under the old ones waits in vain."""

@@ -60,7 +60,7 @@ class Tune(Section, frozen=True):
 
 
 def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data) -> Iterator[str]:
-    yield from _pair_problems(tune, data)
+    yield from _pair_problems(tune, data, device)
     if tune.method == "full":
         yield from without_effect(tune, "tune", _OF_ADAPTERS, "tune.method = 'full' trains all weights")
         return
@@ -76,7 +76,7 @@ def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data)
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"
 
 
-def _pair_problems(tune: Tune, data: Data) -> Iterator[str]:
+def _pair_problems(tune: Tune, data: Data, device: Device) -> Iterator[str]:
     if not paired(data):
         yield from without_effect(tune, "tune", ["beta"], f"data.format = {data.format!r} holds no preference pairs")
         return
@@ -86,6 +86,8 @@ def _pair_problems(tune: Tune, data: Data) -> Iterator[str]:
             f"{what}, and tune.method = 'full' changes it: each peer would need its stage of a second model;"
             " try tune.method=lora"
         )
+    if device.executor == "swapping":
+        yield f"{what}, whose rows device.executor = 'swapping' does not compute yet; try device.executor=resident"
     if tune.adapter:
         yield (
             f"{what}, not with tune.adapter = {tune.adapter!r} in it; merge that adapter (shoal export RUN --merge DIR), and name"
