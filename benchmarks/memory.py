@@ -1,13 +1,13 @@
 """The memory that stages were planned to take over what they take, in shapes drawn from a seed.
 
-    python benchmarks/memory.py [--seeds 100] [--adapters [nf4]] [--pairs]
+    python benchmarks/memory.py [--seeds 100] [--adapters [nf4] [--swapping | --pairs]]
 
 Of each shape (tests/memory_shapes.py) every stage is counted on the meta device and planned, then built on the CPU, where torch's profiler
 sees each allocation: resident over two backward passes and an optimizer step, swapping with the least memory that the planner
 gives it, with half of a resident stage's, and without a limit. The table has a row for each kind of shape. The value is the share of
 figures from 1.00 to 1.05; the last line is one JSON object.
---adapters: each shape resident, with LoRA adapters (tune.method), beside weights in train.dtype or in 4 bits; --pairs: with preference
-pairs as samples.
+--adapters: each shape resident, or with --swapping swapping, with LoRA adapters (tune.method), beside weights in train.dtype or in 4 bits;
+--pairs: with preference pairs as samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from report import at_least, parse, report
@@ -33,13 +33,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=memory_shapes.SEEDS)
     parser.add_argument("--adapters", nargs="?", const="none", choices=["none", "nf4"], metavar="nf4")
+    parser.add_argument("--swapping", action="store_true")
     parser.add_argument("--pairs", action="store_true", help="with --adapters: of preference pairs (DPO)")
     given = parse(parser)
-    if given.pairs and not given.adapters:
-        parser.error("--pairs needs --adapters")
+    if (given.swapping or given.pairs) and not given.adapters:
+        parser.error("--swapping says how adapters are held, --pairs what they are trained on; add --adapters")
+    if given.swapping and given.pairs:
+        parser.error("preference pairs are not computed by swapping stages; leave one of both out")
     with tempfile.TemporaryDirectory() as folder:
-        bases = Path(folder) if given.adapters else None
-        ratios, outside = compared(given.seeds, bases, given.adapters or "none", given.pairs)
+        executor = "swapping" if given.swapping else "resident"
+        shapes = chosen(given.seeds, Path(folder), given.adapters, executor, given.pairs)
+        ratios, outside = compared(shapes)
     print(f"{'planned / measured':28} {'figures':>8} {'least':>7} {'mean':>7} {'most':>7}")
     for kind, values in ratios.items():
         print(f"{kind:28} {len(values):8} {min(values):7.3f} {sum(values) / len(values):7.3f} {max(values):7.3f}")
@@ -49,7 +53,7 @@ def main() -> None:
     share = 1 - len(outside) / len(every)
     report(
         {None: "memory.planned", "none": "memory.adapters", "nf4": "memory.adapters_nf4"}[given.adapters]
-        + ("_pairs" if given.pairs else ""),
+        + ("_swapping" if given.swapping else "_pairs" if given.pairs else ""),
         share,
         "share of figures from 1.00 to 1.05 of measured",
         at_least(1.0),
@@ -58,17 +62,21 @@ def main() -> None:
     )
 
 
-def compared(
-    seeds: int, bases: Path | None, quantize: str, pairs: bool = False
-) -> tuple[dict[str, list[float]], list[str]]:
-    """Planned over measured by kind of shape, and what lies outside of the bounds. `bases`: where the models of adapters are written."""
-    ratios: dict[str, list[float]] = defaultdict(list)
-    outside = []
+def chosen(seeds: int, bases: Path, adapters: str | None, executor: str, pairs: bool) -> Iterator[Config]:
+    """`bases`: where the models of adapters are written."""
     for seed in range(seeds):
         config = memory_shapes.drawn(seed)
-        if bases is not None:
-            config = memory_shapes.adapted(config, seed, bases / str(seed), quantize)
+        if adapters is not None:
+            config = memory_shapes.adapted(config, seed, bases / str(seed), adapters, executor)
             config = memory_shapes.preferring(config) if pairs else config
+        yield config
+
+
+def compared(shapes: Iterable[Config]) -> tuple[dict[str, list[float]], list[str]]:
+    """Planned over measured by kind of shape, and what lies outside of the bounds."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    outside = []
+    for seed, config in enumerate(shapes):
         for figure in memory_shapes.figures(config):
             for kind in kinds(config, figure):
                 ratios[kind].append(figure.ratio)

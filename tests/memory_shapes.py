@@ -159,8 +159,14 @@ def drawn(seed: int) -> Config:
     )
 
 
-def adapted(config: Config, seed: int, base: Path, quantize: Literal["none", "nf4"] = "none") -> Config:
-    """The same shape, resident, with LoRA adapters beside its weights, which are written to `base`."""
+def adapted(
+    config: Config,
+    seed: int,
+    base: Path,
+    quantize: Literal["none", "nf4"] = "none",
+    executor: Literal["resident", "swapping"] = "resident",
+) -> Config:
+    """The same shape, with LoRA adapters beside its weights, which are written to `base`."""
     whole = stages.whole(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, stages=1)))
     whole.save_pretrained(base)
     fused = config.model.family == "mixtral"  # experts in one tensor get none
@@ -170,10 +176,11 @@ def adapted(config: Config, seed: int, base: Path, quantize: Literal["none", "nf
         targets=("q_proj", "v_proj") if fused else (),
         quantize=quantize,
     )
+    only_resident = {"checkpointing": False, "kept_activations": 0} if executor == "swapping" else {}
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, path=str(base)),
-        device=msgspec.structs.replace(config.device, executor="resident"),
+        device=msgspec.structs.replace(config.device, executor=executor, **only_resident),
         tune=tune,
     )
 
