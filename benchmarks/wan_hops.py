@@ -1,14 +1,15 @@
 """Boundary tensors over real networks: a run of six hosts in the laboratory (docs/wan.md) beside a plain socket. Needs root.
 
     python benchmarks/wan_hops.py [--line even] [--batch 96] [--steps 3] [a.b=c ...]
-    python benchmarks/wan_hops.py --line regions --values 500000 run.peers=8 run.stages=4
+    python benchmarks/wan_hops.py --line regions --values 500000 [--placed] run.peers=8 run.stages=4
 
 It is `shoal run configs/lab.toml` on one host and `shoal join` on five, without modelled links: real processes and real TLS over one of
 wan_bulk.py's lines, executors that sleep, boundary tensors of 8 MB. Value: microbatches per second between the first commit and the last,
 over the bound. The bound is overhead.py's, with the rate of a plain socket that was measured in the same lab just before; the setting also
 has what the planner predicts with that rate, and each uplink's seconds of a step by cause (wan/account.py).
 
-`regions`: eight hosts in as many regions of the world, each behind 50 Mbit/s.
+`regions`: eight hosts in as many regions of the world, each behind 50 Mbit/s. They serve what the order of their arrival gives them, or
+(--placed) what the planner thinks best: `run.placement`, as a plan sets it.
 
 Six processes and the emulator need two idle cores for this. On a busy machine `--line 50 --values 500000` moves tensors of a quarter over a
 line of a quarter of the rate: every time is the same, with a quarter of the work.
@@ -37,7 +38,7 @@ from shoal.config import Config
 from shoal.planner.inputs.cluster import Device, from_matrices
 from shoal.planner.prediction.seats import Seats
 from shoal.planner.prediction.step import predict
-from wan.account import Counters, Host, account, read, table
+from wan.account import Counters, account, read, table
 from wan.lab import ANY, Lab, PathRule, Topology, missing
 from wan_bulk import LINES, plain_Bps
 
@@ -77,14 +78,14 @@ def delays_s(topology: Topology) -> dict[tuple[str, str], float]:
     return delays
 
 
-def predicted(config: Config, hosts: dict[str, Host], delays: dict[tuple[str, str], float], line_Bps: float) -> float:
-    """Microbatches per second, by the planner: of these stages, on lines of that rate."""
-    names, forward_s = list(hosts), config.device.emulated_s
+def predicted(config: Config, stages: dict[str, int], delays: dict[tuple[str, str], float], line_Bps: float) -> float:
+    """Microbatches per second, by the planner: of hosts with these stages, on lines of that rate."""
+    names, forward_s = list(stages), config.device.emulated_s
     devices = tuple(Device(name=name, flops=1.0, up_Bps=line_Bps, down_Bps=line_Bps) for name in names)
     delay_s = np.array([[delays.get((one, other), 0.0) for other in names] for one in names])
     backward_s = config.device.emulated_backward_s or 2 * forward_s
     seats = Seats(
-        tuple(hosts[name].stage for name in names),
+        tuple(stages.values()),
         (forward_s,) * len(names),
         (backward_s,) * len(names),
         (4.0 * config.device.emulated_gradient,) * config.run.stages,
@@ -97,19 +98,42 @@ def predicted(config: Config, hosts: dict[str, Host], delays: dict[tuple[str, st
     return seats.microbatches / predict(seats, machines, np.random.default_rng(0)).step_s
 
 
-def run(lab: Lab, folder: Path, words: list[str], device: list[str]) -> dict[str, Any]:
+def placement(
+    config: Config, names: tuple[str, ...], delays: dict[tuple[str, str], float], line_Bps: float
+) -> dict[str, int]:
+    """The stage of each host: two are exchanged as long as the planner expects a gain from it."""
+    stages = {name: at % config.run.stages for at, name in enumerate(names)}
+    rate, gains = predicted(config, stages, delays, line_Bps), True
+    while gains:
+        gains = False
+        for one, other in itertools.combinations(names, 2):
+            tried = stages | {one: stages[other], other: stages[one]}
+            if tried != stages and (tried_rate := predicted(config, tried, delays, line_Bps)) > rate * (1 + 1e-6):
+                stages, rate, gains = tried, tried_rate, True
+    return stages
+
+
+def run(
+    lab: Lab, folder: Path, words: list[str], device: list[str], placed: dict[str, int] | None = None
+) -> dict[str, Any]:
     """The run's commits and summary."""
     shoal = [sys.executable, "-m", "shoal.cli.main"]
     founder, *guests = lab.topology.hosts
+
+    def machine(host: str) -> list[str]:
+        return [f"device.machine={host}"] if placed else []
+
+    if placed:
+        words = [*words, "run.placement={" + ", ".join(f"{name} = {stage}" for name, stage in placed.items()) + "}"]
     options: dict[str, Any] = {"cwd": folder, "env": overhead.environment(), "stderr": subprocess.STDOUT}
     with (folder / "founder.log").open("w") as log:
-        command = [*shoal, "run", str(overhead.LAB), "--here", "1", *words, *device]
+        command = [*shoal, "run", str(overhead.LAB), "--here", "1", *words, *device, *machine(founder)]
         process = lab.start(founder, command, stdout=log, **options)
     invite = wait_for_invite(folder / "founder.log", process)
     for guest in guests:
         with (folder / f"{guest}.log").open("w") as log:
             (folder / guest).mkdir()
-            join = [*shoal, "join", invite, *device]
+            join = [*shoal, "join", invite, *device, *machine(guest)]
             lab.start(guest, join, stdout=log, **(options | {"cwd": folder / guest}))
     if process.wait():
         raise RuntimeError((folder / "founder.log").read_text()[-2000:])
@@ -144,6 +168,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96, help="microbatches per step")
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--values", type=int, default=overhead.VALUES, help="of a boundary tensor, 4 bytes each")
+    parser.add_argument("--placed", action="store_true", help="hosts serve what the planner thinks best")
     parser.add_argument("--logs", type=Path, help="keep the processes' output here")
     asked = parse(parser)
     if lacking := missing():
@@ -159,20 +184,22 @@ def main() -> None:
         socket_Bps = plain_Bps(lab)
         delays = delays_s(topology)
         with Counters(lab) as counters:
-            result = run(lab, folder, words, device)
+            placed = placement(config, topology.hosts, delays, socket_Bps) if asked.placed else None
+            result = run(lab, folder, words, device, placed)
         hosts = read({host: traced(folder, host, topology) for host in topology.hosts}, delays)
         rows = account(hosts, counters, socket_Bps, 4 * asked.values)
         print(table(rows), file=sys.stderr, flush=True)
-    commits = result["commits"]
+    commits, stages = result["commits"], {name: host.stage for name, host in hosts.items()}
     seconds = commits[-1]["heard_s"] - commits[0]["heard_s"]
     rate = result["committed"] * (len(commits) - 1) / len(commits) / seconds
-    most, expected = bound(config, socket_Bps), predicted(config, hosts, delays, socket_Bps)
+    most, expected = bound(config, socket_Bps), predicted(config, stages, delays, socket_Bps)
     setting = {
         "line": asked.line,
         "peers": config.run.peers,
         "stages": config.run.stages,
         "batch": asked.batch,
         "inflight": config.run.inflight,
+        "stage_of": stages,
         "boundary_bytes": 4 * asked.values,
         "microbatches_per_s": round(rate, 3),
         "bound": round(most, 3),

@@ -259,6 +259,10 @@ class Lab:
         words = Path(f"/proc/{self._pids[host]}/net/dev").read_text().partition("wan0:")[2].split()
         return int(words[8]), int(words[0])
 
+    def first_process(self, host: str) -> int:
+        """The process whose namespaces the host is."""
+        return self._pids[host]
+
     def kill(self, process: subprocess.Popen[Any], number: int = signal.SIGKILL) -> None:
         for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
             for pid in task.read_text().split():
