@@ -28,11 +28,11 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Scenario
 from shoal.sim.swarm import Swarm
 
-STAGES, STEP_S = 3, 0.3
+STAGES, STEP_S, SPOT_CHECKS = 3, 0.3, 0.1
 MIXED = ("withhold", "held", "missing", "gone", "mute", "digest", "coming", "idle")
 KINDS = (
     "withhold", "held", "missing", "refuse", "busy", "idle", "coming", "gone", "mute", "rate", "delay",
-    "sums", "norm", "digest", "wrong", "overflow", "books", "far", "complain", "culprit", "waits", "unable", "mixed",
+    "sums", "norm", "digest", "wrong", "noise", "invent", "overflow", "books", "far", "complain", "culprit", "waits", "unable", "mixed",
 )  # fmt: skip
 
 
@@ -108,6 +108,7 @@ def case_of(kind: str, peers: int, liars: int, seed: int) -> Case:
         heartbeat_timeout_s=4.0,
         min_request_timeout_s=2.0,
         ready_timeout_s=30.0,
+        spot_checks=SPOT_CHECKS,
     )
     keys = sorted(Random(f"liars/{seed}").sample(range(1, peers), liars)) if kind else []
     acts = [MIXED[(seed + at) % len(MIXED)] if kind == "mixed" else kind for at in range(len(keys))]

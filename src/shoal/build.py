@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -215,7 +216,7 @@ async def peer(
             protocol=PROTOCOL,
             peer=identity.name,
             settings=msgspec.structs.replace(settings(config, role.first_step), answers=answers, place=runner.place),
-            seed=f"{config.run.seed}/{identity.name}",
+            seed=f"{config.run.seed}/{identity.name}/{secrets.token_hex(16)}",  # nobody can foresee whom this peer checks
             found=role.first,
             config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),
         )

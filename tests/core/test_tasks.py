@@ -49,7 +49,7 @@ def test_every_task_has_a_lane_a_purpose_and_an_asker(kind: type[m.TaskBase]) ->
 
 def test_the_simulator_knows_every_task() -> None:
     assert set(_WORK) == set(TASKS)
-    assert set(SECONDS) | {m.RunForward, m.RunBackward} == set(TASKS)
+    assert set(SECONDS) | {m.RunForward, m.RunBackward, m.RunCheck} == set(TASKS)
 
 
 def test_what_a_task_does_not_read_or_make_has_no_name() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run, Train, Tune
 from shoal.executor import create
-from shoal.executor.base import Executor, boundary, boundary_gradient, evaluate, rewards
+from shoal.executor.base import Executor, boundary, boundary_gradient, evaluate, recompute, rewards
 from shoal.executor.delayed import Delayed
 from shoal.model import stages
 from shoal.model.cut import counted, inputs, plain
@@ -145,6 +145,20 @@ def test_stages_have_the_bits_of_the_whole_with_and_without_kept_activations(
         sums, of_stages = passed(executors, tokens)
         assert of_stages == loss
     assert torch.equal(torch.cat(sums), whole.sum)
+
+
+def test_a_spot_check_computes_the_backward_of_pairs_again_and_adds_nothing(tmp_path: Path) -> None:
+    config = a_config(tmp_path, 2)
+    first, last = (create(config, stage) for stage in range(2))
+    tokens = tokens_of(config)
+    for executor in (first, last):
+        moved(executor)
+    x = first.forward(inputs(tokens))
+    grad, loss = last.backward(x.clone(), None, tokens)
+    before = last.sum.clone()
+    again, loss_again = recompute(last, x.clone(), None, tokens)
+    assert grad is not None and again is not None and torch.equal(grad, again) and loss == loss_again
+    assert torch.equal(last.sum, before)
 
 
 def test_boundary_tensors_have_the_shapes_that_messages_are_checked_by(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ SEEDS: dict[str, int] = {
     "member/busy": 0, "member/missing": 0,
     "member/waits": 0, "member/unable": 0, "member/nonfinite": 0, "member/refuse": 0, "member/held": 4, "member/coming": 0,
     "member/idle": 1, "member/far": 0, "member/loss": 0, "member/rate": 0, "member/wrong": 0,
-    "hole/in": 0, "hole/out": 0,
+    "member/noise": 0, "member/invent": 0, "hole/in": 0, "hole/out": 0,
 }  # fmt: skip
 
 
@@ -41,6 +41,12 @@ def test_one_who_means_harm_does_what_it_is_to_do_and_no_harm(name: str, seed: i
     place, act = name.removeprefix("strangers/").split("/")
     assert [(one.role, one.acts[0]) for one in draw(SCENARIOS[name], seed).hostile] == [(place, act)]
     assert played(name, seed).struck.keys() == {act}
+
+
+@pytest.mark.parametrize(("act", "seed"), [("noise", 0), ("noise", 4), ("invent", 5), ("invent", 8)])
+def test_who_sends_made_up_results_is_evicted_and_nobody_else(act: str, seed: int) -> None:
+    outcome = played(f"strangers/member/{act}", seed)
+    assert outcome.evicted and not outcome.wronged
 
 
 @pytest.mark.parametrize("kind", lies.CHARGES)

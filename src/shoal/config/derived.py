@@ -16,6 +16,9 @@ from shoal.core.trainer.window import LEAST
 # came early. My sums of this and the last piece are 1/n each, with parts and sums of n - 1 others: 3 together. In rows
 # (core/allreduce/layout.py) the last piece's are a row's chunk of it: 3.2 at most.
 ROUND_COPIES = 3
+# Of a hop's result, by which honest machines may differ (benchmarks/spot_checks.py): float32 with TF32 on a card 0.3 % through int8, and
+# through int4, whose steps are coarse, 1 %; bfloat16 rounds every product to 8 bits.
+FLOAT32, BFLOAT16, INT4 = 0.02, 0.1, 0.1
 
 
 def local_batch(config: Config) -> int:
@@ -75,6 +78,12 @@ def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int
     )
 
 
+def spot_tolerance(config: Config) -> float:
+    """Largest distance of two results of one hop that is taken for rounding, as a share of the norm."""
+    least = BFLOAT16 if config.train.dtype == "bfloat16" or config.tune.quantize != "none" else FLOAT32
+    return max(least, INT4 if "int4" in (config.network.activations, config.network.gradients) else 0.0)
+
+
 def inflight(run: Run) -> int:
     """Microbatches that an owner drives at once; 0: as many as fill the lines (core/trainer/window.py)."""
     return 0 if run.inflight == "auto" else run.inflight
@@ -104,6 +113,8 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         activation_store_bytes=config.network.activation_store_bytes,
         nonfinite=config.train.on_nonfinite,
         stage_seconds=run.stage_seconds,
+        spot_checks=run.spot_checks,
+        spot_tolerance=spot_tolerance(config),
         averaging_error=codec.LOST[config.network.averaging],
         piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,

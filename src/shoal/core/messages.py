@@ -19,6 +19,7 @@ PROTOCOL = 26  # raised with every change of a wire message, or of who sends whi
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Nobody = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, or "": none
 Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=4)]
+Suspects = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Term = Annotated[int, msgspec.Meta(ge=0, le=2**32)]  # times ROUNDS_PER_TERM it is still a Count
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
@@ -392,11 +393,13 @@ class Leave(Wire, frozen=True):
 
 class Complaint(Wire, frozen=True):
     """Member to leader, about a member. `faulty`: what it sent is wrong (shapes, values). `unreachable`: it answers me nothing. `stale`,
-    about myself: my state is not the stage's, I must download it again."""
+    about myself: my state is not the stage's, I must download it again. `differs`: I have computed a hop of it again, and the result is
+    another; `others` gave me what I compared, so that it may be their fault."""
 
     about: Peer
     reason: Text
-    kind: Literal["faulty", "unreachable", "stale"] = "faulty"
+    kind: Literal["faulty", "unreachable", "stale", "differs"] = "faulty"
+    others: Suspects = ()
 
 
 class StandingRequest(Wire, frozen=True):
@@ -629,6 +632,38 @@ class Refused(Wire, frozen=True):
     attempt: Count
     backward: bool
     reason: Text
+
+
+class Check(Wire, frozen=True):
+    """Owner to another replica of the stage: `of` has run that hop of my microbatch. Compute it again, book nothing, and compare. Answer:
+    Checked. Blob 0 is the tokens as with Forward and Backward. The stage's input lies with `input_from`, the gradient of its output with
+    `grad_from`, and what `of` has made of them with `result_from`. `others`: whoever else may have sent one of them. `loss`: that the last
+    stage has reported."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    view: Count
+    backward: bool
+    of: Peer
+    input_from: Nobody = ""
+    grad_from: Nobody = ""
+    result_from: Nobody = ""
+    others: Suspects = ()
+    loss: float | None = None
+
+
+class Checked(Wire, frozen=True):
+    """Replica to owner. `unable`: a tensor has not come, or the step is over."""
+
+    epoch: Count
+    step: Count
+    index: Index
+    stage: Stage
+    backward: bool
+    of: Peer
+    outcome: Literal["same", "differs", "unable"]
 
 
 class BooksRequest(Wire, frozen=True):
@@ -1011,7 +1046,7 @@ class NotServed(Wire, frozen=True):
 Message = (
     Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | JoinRefused | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
-    | Query | Pending
+    | Query | Pending | Check | Checked
     | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
     | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | RoundWaits | BookerRequest | Booker
     | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | CopyRequest
@@ -1025,6 +1060,7 @@ Message = (
 BULK = (
     Forward,
     Backward,
+    Check,
     BoundaryTensor,
     ReduceChunk,
     GatherChunk,
@@ -1046,7 +1082,7 @@ def rank(message: Message) -> int:
             return 0
         case BoundaryTensor():
             return 0 if message.gradient else 1
-        case Forward():
+        case Forward() | Check():
             return 1
         case GatherChunk():
             return 2 if message.first else 3
@@ -1102,6 +1138,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     scores: tuple[float, ...] = ()
     digests: tuple[str, ...] = ()
     sketches: tuple[Sketch, ...] = ()
+    distance: float = 0.0  # of two results of a hop, as a share of the norm of the one made here
 
 
 class Done(Event, frozen=True):
@@ -1284,6 +1321,21 @@ class RunBackward(TaskBase, frozen=True):
     grad: str  # '' when the model has one stage: x holds the tokens
     out: str
     heldout: bool = False
+
+
+class RunCheck(TaskBase, frozen=True):
+    """RunForward, or `backward` RunBackward, whose result is compared with blob `result` ('' where there is none) and not kept; nothing is
+    added to the sum. Result: distance; loss at the last stage."""
+
+    purpose = "hop"
+    inputs = ("x", "grad", "result")
+    step: int
+    index: int
+    stage: int
+    backward: bool
+    x: str
+    grad: str
+    result: str
 
 
 class Cut(TaskBase, frozen=True):
@@ -1499,8 +1551,8 @@ class Forget(TaskBase, frozen=True):
 
 
 Task = (
-    Fetch | RunForward | RunBackward | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk | Import
-    | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy | Infer | Forget
+    Fetch | RunForward | RunBackward | RunCheck | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk
+    | Import | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy | Infer | Forget
 )  # fmt: skip
 
 
@@ -1543,6 +1595,8 @@ class Settings(msgspec.Struct, frozen=True):
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
     averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
+    spot_checks: float = 0.0  # share of a new peer's hops that another replica computes again; 0: none
+    spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none

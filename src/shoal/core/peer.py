@@ -32,6 +32,7 @@ from shoal.core.messages import (
     BooksRequest,
     BoundaryTensor,
     Cancel,
+    Check,
     Chunk,
     ChunkRequest,
     Command,
@@ -117,6 +118,7 @@ FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
 SERVER = (
     Forward,
     Backward,
+    Check,
     Query,
     Recall,
     Cancel,

@@ -145,6 +145,24 @@ def rewards(executor: Executor) -> Rewards | None:
     return executor.rewards() if isinstance(executor, Comparing) else None
 
 
+@runtime_checkable
+class Recomputing(Protocol):
+    """An executor that computes another replica's backward again."""
+
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+        """What `backward` returns. Nothing is added to `sum`, and gradients of parameters are not computed."""
+        ...
+
+
+def recompute(
+    executor: Executor, x: Tensor, grad: Tensor | None, tokens: Tensor | None
+) -> tuple[Tensor | None, float | None]:
+    """ValueError: this executor cannot."""
+    if not isinstance(executor, Recomputing):
+        raise ValueError("this peer checks no backwards: only a resident stage on one device does")
+    return executor.recompute(x, grad, tokens)
+
+
 class BoundaryShape(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype

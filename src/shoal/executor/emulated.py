@@ -49,6 +49,10 @@ class Emulated:
         self.sum += self._share
         return None if self._first else self._back, 1.0 if self._last else None
 
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+        self._sleep(self._backward_s)
+        return None if self._first else self._boundary, 1.0 if self._last else None
+
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         self._sleep(self._forward_s)
         return self._boundary if tokens is None else 1.0

@@ -118,6 +118,27 @@ class Resident:
                 add_(into, gradient)
         return grad_x, None if loss is None else float(loss)
 
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+        x = self._input(x)
+        check_ends(self._stage, x, grad, tokens)
+        x, reference = parted(self._stage, x)
+        slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
+        results = [
+            self._again(part, of) for part, of in zip(slices, self._references(slices, reference), strict=True)
+        ]
+        self._stage.compared.clear()  # rewards are those of backwards
+        return joined(results)
+
+    def _again(self, part: BackwardInput, reference: Tensor | None) -> tuple[Tensor | None, float | None]:
+        x = part.x if self._stage.first else part.x.requires_grad_()
+        with torch.enable_grad():
+            y, grad_y, loss = outcome(self._stage, part._replace(x=x), None, reference)
+            y = y if loss is None else y / self._parts
+            grad_x = None if self._stage.first else torch.autograd.grad(y, [x], grad_y)[0]
+        if grad_x is not None and not finite(grad_x):
+            raise NotFinite("the stage's gradient is not finite")
+        return grad_x, None if loss is None else float(loss)
+
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         # Texts have any length, for which compiled blocks would be compiled again and again.
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()

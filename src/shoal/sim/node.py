@@ -269,6 +269,8 @@ class Node:
                 self.host.carry(self.name, command.peer, sealed, changed[1], honest=False)
             return
         context.watch.sent(self.name, command.peer, message)
+        if isinstance(message, m.Complaint) and message.kind == "differs" and context.watch.trusting:
+            self._report("checked", f"{message.about} computes wrongly, it says, and nobody does: {message.reason}")
         if self.condition.lies and context.chance.random() < self.condition.lies:
             message = garble(message, context.chance) if context.chance.random() < 0.2 else message
             values = tuple(BAD for _ in values)

@@ -84,6 +84,14 @@ class Run(Section, frozen=True):
             description="The run waits this long for a lost replica to return before it does what run.lost_stage says.",
         ),
     ] = 5.0
+    spot_checks: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Another replica recomputes this share of a new peer's hops, a tenth of it once it is trusted; 0 checks none.",
+        ),
+    ] = 0.0
     trace_bytes: Annotated[
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),

@@ -5,6 +5,7 @@ accusers with different keys. Where only one other peer can see it, one accuser 
 accuses several alone, is evicted itself: it cannot receive, or it lies. A replica whose values differ from those of its stage's others
 downloads its state again, and is evicted at the third time; at the second where it was one peer's word against another's: they cannot
 go on together, and whoever stays meets a third. Of two words that of the peer with fewer such opponents counts, and whoever has two goes.
+A hop that was computed twice with other results is a word about several (findings.py).
 For facts.py, which asks, and rules/removal.py, which evicts; all of this is forgotten with the leader, but how often a key was evicted,
 which is in the View.
 """
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from shoal.core.messages import Evicted, Member, Peer, Settings
+from shoal.core.leader.findings import Finding, Findings
+from shoal.core.messages import Complaint, Evicted, Member, Peer, Settings, Stage
 from shoal.core.names import invite_of, key_of
 
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
@@ -63,6 +65,7 @@ class Conduct:
         self._differed: Counter[str] = Counter()  # of keys
         self._given_up: Counter[str] = Counter()  # rounds, by key
         self._opponents: dict[str, set[str]] = {}  # of each key: the keys of disputes with it that nobody could settle
+        self._findings = Findings()
         self.differed_now: set[str] = set()  # keys of those that differed in this step: it is averaged without them
 
     def keep(self, present: Iterable[Peer], convicted: Iterable[str] = ()) -> None:
@@ -76,6 +79,7 @@ class Conduct:
             for peer, held in self._accused.items()
             if peer in remaining
         }
+        self._findings.keep({key_of(peer) for peer in remaining})
 
     def step(self) -> None:
         """A step is committed: its complaints are forgotten. Whom a peer has accused is forgotten after AGE steps."""
@@ -85,6 +89,7 @@ class Conduct:
         if self._steps % AGE == 0:
             self._accuses.clear()
             self._given_up.clear()
+            self._findings.forget()
 
     def accuse(self, accuser: Peer, accused: Peer, reason: str, witnesses: int) -> Verdict | None:
         """Whom to evict now and why, if anybody. `witnesses`: how many peers could see what `accused` did."""
@@ -106,6 +111,22 @@ class Conduct:
         if len(only) >= ALONE:
             return accuser, f"accuses {', '.join(sorted(only))} of what no other peer sees, the last: {reason}"
         return None
+
+    def recomputed(self, accuser: Peer, complaint: Complaint, serving: Mapping[Peer, Stage]) -> Verdict | None:
+        """`accuser` has computed a hop of another replica of its stage again with another result. Parameters that differ are another
+        matter. A stage's only replica is taken at its word: it can lie about all that it holds, and nobody else could bring its tensors."""
+        accused, others = complaint.about, complaint.others
+        if accuser == accused or serving.get(accuser) != serving[accused] or not serving.keys() >= set(others):
+            return None
+        replicas = Counter(serving.values())
+        doubtful = frozenset(key_of(peer) for peer in others if replicas[serving[peer]] > 1)
+        finding = Finding(key_of(accuser), key_of(accused), doubtful)
+        verdict = None if self.differed_now & finding.suspects else self._findings.add(finding)
+        if verdict is None:
+            return None
+        guilty = next(peer for peer in (accused, accuser, *others) if key_of(peer) == verdict[0])
+        why = f"computes wrongly, or sends what it has not computed: {complaint.reason}, says {accuser}"
+        return self.alone(accuser, guilty, why) if verdict[1] else (guilty, why)
 
     def gives_up(self, peer: Peer) -> int:
         """It gave up a round and says that nobody is to blame; how often by now."""

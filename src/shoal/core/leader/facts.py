@@ -371,6 +371,8 @@ class Facts:
             return
         if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
             return
+        if complaint.kind == "differs":
+            return self.convict(self.evidence.conduct.recomputed(peer, complaint, self.serving))
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:

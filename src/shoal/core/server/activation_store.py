@@ -205,14 +205,14 @@ class ActivationStore:
             self._given_up[key] = self._wants.pop(key).calls
             self._failed[key] = None
             return []
-        want.due = now + self._patience_s
+        want.due = now + self.patience_s
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
         return [Send(want.turns[0], TensorRequest(self._replica.epoch, *key, len(want.calls) - 1))]
 
     @property
-    def _patience_s(self) -> float:
+    def patience_s(self) -> float:
         return max(self._settings.min_request_timeout_s, PATIENCE * (self._usual.value or 0.0))
 
     # -------------------------------------------------------------------------------------------------------- messages
@@ -266,7 +266,7 @@ class ActivationStore:
             return []
         want.coming = True
         want.turns.insert(0, peer)
-        want.due = now + self._patience_s
+        want.due = now + self.patience_s
         return []
 
     def on_unreachable(self, peer: Peer) -> None:

@@ -21,6 +21,7 @@ from shoal.core.messages import (
     Busy,
     Cancel,
     Cancelled,
+    Check,
     Command,
     Do,
     Done,
@@ -47,8 +48,10 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
+from shoal.core.server.checks import Checks
 from shoal.core.server.jobs import Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
+from shoal.core.timers import soonest
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
 STUCK = 4.0  # of min_request_timeout_s without a booking while the store is full: then unused tensors go, too
@@ -74,6 +77,7 @@ class Hops:
         self._asks: dict[Peer, BooksRequest] = {}
         self.pace = Pace(settings, replica)
         self.store = ActivationStore(name, settings, replica)
+        self.checks = Checks(name, settings, serial, replica)
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -103,6 +107,10 @@ class Hops:
         return self._books.setdefault(step, Book())
 
     @property
+    def deadline(self) -> float | None:
+        return soonest(self.store.deadline, self.checks.deadline)
+
+    @property
     def queue_s(self) -> float:
         """Seconds of work waiting or running here, as measured."""
         jobs = [*self._queue.values(), *([self._running] if self._running else [])]
@@ -120,7 +128,7 @@ class Hops:
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
             commands += self.store.turn(everything=True, read=())
-        return commands + self.store.on_view(now) + self._send_missing()
+        return commands + self.checks.on_view(before, view) + self.store.on_view(now) + self._send_missing()
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
@@ -129,7 +137,7 @@ class Hops:
         dirty = any(book.entries for book in self._books.values()) or adding
         read = self._disown()
         self._queue, self._books = {}, {}
-        return drop(blobs) + self.store.turn(everything, read), dirty
+        return drop(blobs) + self.checks.forget() + self.store.turn(everything, read), dirty
 
     def turn(self, before: View, view: View) -> list[Command]:
         """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
@@ -299,6 +307,10 @@ class Hops:
 
     # ---------------------------------------------------------------------------------------------- boundary tensors
 
+    def on_check(self, peer: Peer, message: Check, blobs: tuple[str, ...], fault: str, now: float) -> list[Command]:
+        """An owner wants a hop of another replica computed again."""
+        return self.checks.on_check(peer, message, blobs, fault, self.store.patience_s, now)
+
     def on_tensor(
         self,
         peer: Peer,
@@ -308,6 +320,8 @@ class Hops:
         now: float,
     ) -> list[Command]:
         match message:
+            case BoundaryTensor() if not fault and self.checks.on_boundary(peer, message, blobs):
+                commands = []
             case BoundaryTensor():
                 pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
                 commands = self.store.make_room(self._used(), self._booked, force=False)
@@ -317,13 +331,13 @@ class Hops:
             case TensorPending():
                 commands = self.store.on_coming(peer, message, now)
             case TensorGone():
-                commands = self.store.on_gone(peer, message, now)
+                commands = self.checks.on_gone(peer, message) + self.store.on_gone(peer, message, now)
         return commands + self._send_missing()
 
     def tick(self, now: float) -> list[Command]:
         """What a hop waits for has not come."""
         self.store.keep_wants(keys_of(job.message for job in self._queue.values()))
-        return self.store.tick(now) + self._send_missing()
+        return self.checks.tick(now) + self.store.tick(now) + self._send_missing()
 
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
@@ -401,16 +415,19 @@ class Hops:
 
     def start(self, cutting: int | None) -> list[Command]:
         """One hop at a time. While my sum of a step is being cut nothing is added to it."""
-        if self._running is not None or not self._replica.able:
+        if self._running is not None or self.checks.running or not self._replica.able:
             return []
         keys = [
             key
             for key, job in self._queue.items()
             if not (job.backward and job.message.step == cutting) and self._complete(job)
         ]
-        if not keys:
-            return []
-        job = self._queue.pop(min(keys))
+        check = self.checks.next
+        if check is not None and (not keys or check.key < min(keys)):
+            return self.checks.start(check)
+        return self._run(self._queue.pop(min(keys))) if keys else []
+
+    def _run(self, job: Job) -> list[Command]:
         heldout = job.message.index >= self._settings.microbatches
         out = "" if job.backward and (self._replica.stage == 0 or heldout) else self._id()
         self._running = job = msgspec.structs.replace(job, task=self._id(), out=out)
@@ -430,7 +447,7 @@ class Hops:
         if job is not None:
             return drop(job.blobs + ((job.out,) if job.out else ()))
         if self._running is None or self._running.task != done.id:
-            return None
+            return self.checks.on_done(done)
         job, self._running = self._running, None
         return (self._book(job, done, now) if job.backward else self._finish_forward(job, done)) + drop(job.blobs)
 
@@ -440,7 +457,7 @@ class Hops:
         if job is not None:
             return drop(job.blobs)
         if self._running is None or self._running.task != failed.id:
-            return None
+            return self.checks.on_failed(failed)
         job, self._running = self._running, None
         commands = self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
         if failed.nonfinite and self._replica.leader is not None:

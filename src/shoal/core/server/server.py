@@ -19,6 +19,7 @@ from shoal.core.messages import (
     BooksRequest,
     BoundaryTensor,
     Cancel,
+    Check,
     Command,
     Do,
     Done,
@@ -144,7 +145,7 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.store.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
+        return soonest(self._hops.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
 
     @property
     def since(self) -> int:
@@ -302,6 +303,8 @@ class Server:
                 if self._early.keep(request):
                     return []
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
+            case Check():
+                return self._hops.on_check(peer, message, names, fault, now)
             case BoundaryTensor() | TensorRequest() | TensorPending() | TensorGone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case GatherChunk() if message.to_joiner:

@@ -44,6 +44,7 @@ from shoal.core.messages import (
     Reset,
     Result,
     RunBackward,
+    RunCheck,
     RunCopy,
     RunForward,
     RunPublish,
@@ -59,7 +60,7 @@ from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, raw
-from shoal.runtime.tasks import coding
+from shoal.runtime.tasks import checking, coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
@@ -214,6 +215,8 @@ class TaskRunner:
         match task:
             case Fetch() | RunForward() | RunBackward():
                 return self._hop(task, take)
+            case RunCheck():
+                return self._recompute(task, take)
             case Infer() | Forget():
                 return self._serve(task, take)
             case Cut() | AddRow() | Add() | Gather() | Apply() | Reset():
@@ -302,6 +305,14 @@ class TaskRunner:
         grad_x = self._borders.plain(task, grad_x)
         held = self._outgoing.put(grad_x, self._config.network.gradients)
         return msgspec.structs.replace(result, nbytes=self._keep(task.out, held).nbytes)
+
+    def _recompute(self, task: RunCheck, take: Take) -> Result:
+        self._outgoing.check()
+        device, executor = self._outgoing.device, self._computing(task.stage, task.step)
+        grad = take(task.grad, device) if task.grad else None
+        return checking.check(
+            task, executor, self._borders, self._config, (take(task.x, device), grad, take(task.result, device))
+        )
 
     def _serve(self, task: Infer | Forget, take: Take) -> Result:
         seat = self._seated()

@@ -145,10 +145,10 @@ def unlike(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Every optimizer step gives it other bits than the others, until everything heals."""
     node = injector.victim(rng)
     if node is not None:
-        node.condition.away = node.runner.unlike = True
+        node.condition.away = node.runner.oddities.unlike = True
 
         def over(_: object) -> None:
-            node.condition.away = node.runner.unlike = False
+            node.condition.away = node.runner.oddities.unlike = False
 
         injector.until(injector.context.case.scenario.faults_s, over)
 

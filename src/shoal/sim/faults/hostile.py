@@ -10,10 +10,11 @@ import msgspec
 Role = Literal["outsider", "joiner", "member", "hole"]
 
 REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
+MADE_UP = ("noise", "invent")  # what leaves in place of a hop's result; an inventor believes it as well
 REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
 MASKED = (
     "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
-    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong",
+    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong", *MADE_UP,
 )  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {

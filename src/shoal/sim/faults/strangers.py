@@ -28,7 +28,7 @@ from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.signatures import sign
 from shoal.sim.tasks.storage import Blob
-from shoal.sim.tasks.task_runner import BAD, HUGE, norm_sq
+from shoal.sim.tasks.task_runner import BAD, HUGE, noisy, norm_sq
 
 Sent = tuple[m.Message, tuple[Blob, ...]]
 
@@ -270,6 +270,7 @@ class HostileMask:
     def __init__(self, strangers: Strangers, one: Hostile, node: Node) -> None:
         self.strangers, self.one, self.node = strangers, one, node
         books = strangers.rng.choice(BOOKS)
+        self._sent = 0
         self._lies = Lies[Blob](node.name, strangers.context.settings, strangers._view, _heavy, books)
 
     def sends(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
@@ -277,18 +278,28 @@ class HostileMask:
         strangers, node = self.strangers, self.node
         acts = strangers.acting.get(self.one.key) and not node.machine.leading and strangers.beside(node)
         node.runner.rounds.wrong = bool(acts) and "wrong" in self.one.acts
+        node.runner.oddities.invents = bool(acts) and "invent" in self.one.acts
         if not acts:
             return message, values
         if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
             strangers.context.count("wrong")
+        if node.runner.oddities.invents and isinstance(message, m.BoundaryTensor):
+            strangers.context.count("invent")
         sent: Sent | None = message, values
         for act in self.one.acts:
             if sent is not None:
                 before = sent
-                sent = self._lies.sends(act, *before)
+                sent = self._noise(*before) if act == "noise" else self._lies.sends(act, *before)
                 if sent != before:
                     strangers.context.count(act)
         return sent
+
+    def _noise(self, message: m.Message, values: tuple[Blob, ...]) -> Sent:
+        """Another one with every tensor that leaves."""
+        if not isinstance(message, m.BoundaryTensor):
+            return message, values
+        self._sent += 1
+        return message, tuple(noisy(value, f"{self.node.name}/{self._sent}") for value in values)
 
 
 def _heavy(message: m.Message, value: Blob) -> Blob:

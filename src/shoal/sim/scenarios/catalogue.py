@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.sim.faults.hostile import ACTS
+from shoal.sim.faults.hostile import ACTS, MADE_UP
 from shoal.sim.lines import Ranges
 from shoal.sim.scenarios.scenario import Happenings, Messages, Scenario, Strikes
 
@@ -235,9 +235,14 @@ LONG = (  # hours of machines that come and go: what only shows after hundreds o
     ),
 )  # fmt: skip
 SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
+CHECKED: dict[str, Any] = {"stages": (2, 3), "steps": (50, 60), "spot_checks": (0.1,)}  # else it is not found out
 HOSTILE = tuple(  # strangers/member/mute: one hostile peer that does only that
     msgspec.structs.replace(
-        SCENARIOS["strangers"], name=f"strangers/{place}/{act}", strangers=(1, 1), acts=(f"{place}/{act}",)
+        SCENARIOS["strangers"],
+        name=f"strangers/{place}/{act}",
+        strangers=(1, 1),
+        acts=(f"{place}/{act}",),
+        **(CHECKED if act in MADE_UP else {}),
     )
     for place, acts in ACTS.items()
     for act in acts

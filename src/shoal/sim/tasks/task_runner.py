@@ -1,8 +1,8 @@
 """Carries out a machine's tasks in symbols: what a real peer computes with tensors is here who put what where.
 
-A boundary tensor is a tuple naming its microbatch and the parameters that made it, a gradient sum is the list of what
-was added, parameters are a chain of digests over all that was ever applied. So that two replicas agree exactly if their
-tensors would, and the checkers can read from a digest which microbatches it holds. Takes virtual seconds: computing
+A boundary tensor is a tuple naming its microbatch and the parameters that made it (and, where a liar had a hand in it, which noise it
+is), a gradient sum is the list of what was added, parameters are a chain of digests over all that was ever applied. So that two replicas
+agree exactly if their tensors would, and the checkers can read from a digest which microbatches it holds. Takes virtual seconds: computing
 goes one task after the other, reading and writing beside it.
 """
 
@@ -24,6 +24,7 @@ from shoal.sim.tasks.texts import Texts
 
 BAD = ("bad",)  # a blob that a driver would find non-finite or misshapen
 UNLIKE = "~"  # begins the digest of a state that follows from an optimizer step with other bits
+ROUNDING = 1e-4  # of the norm, by which unlike machines' results differ
 HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is made of it is
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
@@ -36,7 +37,8 @@ SECONDS: dict[type, float] = {
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 MAY_FAIL = (
-    m.Fetch, m.RunForward, m.RunBackward, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk, m.RunCopy,
+    m.Fetch, m.RunForward, m.RunBackward, m.RunCheck, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk,
+    m.RunCopy,
 )  # fmt: skip
 
 
@@ -140,7 +142,9 @@ class Pace:
     def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
         """`length`: of the stage's gradient."""
         kind = type(task)
-        if kind is m.RunForward or kind is m.RunBackward:
+        if isinstance(task, m.RunCheck):
+            seconds = self.forward_s * self.slowness * (self.backward if task.backward else 1.0)
+        elif kind is m.RunForward or kind is m.RunBackward:
             seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
         else:
             seconds = SECONDS[kind] * self.slowness
@@ -218,6 +222,13 @@ class Rounds:
         self._reduced.clear()
 
 
+class Oddities(msgspec.Struct):
+    """In what a peer's machine is not like the others'."""
+
+    unlike: bool = False  # its optimizer has other bits
+    invents: bool = False  # the results of its hops are invented
+
+
 class TaskRunner:
     """One peer's blobs, stage state and compute. `submit` answers through `ends` after virtual seconds."""
 
@@ -227,7 +238,7 @@ class TaskRunner:
         self.blobs: dict[str, Blob] = {}
         self.pace = Pace(world.wire, world.stages)
         self.fails: Callable[[], bool] = lambda: False
-        self.unlike = False  # its optimizer has other bits than the others'
+        self.oddities = Oddities()
         self._times = after, now
         self.stage = -1
         self.version = -1
@@ -303,7 +314,7 @@ class TaskRunner:
         _small(x)
         self._finite(task)
         used = self._used(task.stage, task.step, "RunForward")
-        self._put(task.out, ("x", task.step, task.index, task.stage + 1, used))
+        self._put(task.out, ("x", task.step, task.index, task.stage + 1, used, *self._noise(task, x)))
         return m.Result(nbytes=100)
 
     def _backward(self, task: m.RunBackward, inputs: Sequence[Blob]) -> m.Result:
@@ -324,10 +335,28 @@ class TaskRunner:
         if self.world.listed:
             self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
         if task.out:
-            self._put(task.out, ("g", task.step, task.index, task.stage - 1, used))
+            noise = self._noise(task, x, *inputs[1:])
+            self._put(task.out, ("g", task.step, task.index, task.stage - 1, used, *noise))
         if task.stage != last:
             return m.Result(nbytes=100)
         return m.Result(loss=1.0 + task.index / 64, nbytes=100, counted=self.world.counted(task.step, task.index))
+
+    def _check(self, task: m.RunCheck, inputs: Sequence[Blob]) -> m.Result:
+        """Two results are alike, or have nothing to do with each other; those of a machine that is unlike the others differ by little."""
+        x, *more, result = inputs
+        self._match(x, ("x", task.step, task.index, task.stage), "RunCheck")
+        _small(x)
+        self._used(task.stage, task.step, "RunCheck")
+        way, to = ("g", task.stage - 1) if task.backward else ("x", task.stage + 1)
+        self._match(result, (way, task.step, task.index, to), "RunCheck")
+        same = result[5:] == _made_of(x, *more)
+        last = task.backward and task.stage == self.world.stages - 1
+        distance = (ROUNDING if self.oddities.unlike else 0.0) if same else 1.4
+        return m.Result(distance=distance, loss=1.0 + task.index / 64 if last else None)
+
+    def _noise(self, task: m.RunForward | m.RunBackward, *inputs: Blob) -> Blob:
+        name = short("invented", task.step, task.index, task.stage, type(task).__name__)
+        return (name,) if self.oddities.invents else _made_of(*inputs)
 
     def _finite(self, task: m.RunForward | m.RunBackward) -> None:
         if (task.step, task.index, task.stage) in self.world.nonfinite:
@@ -384,8 +413,10 @@ class TaskRunner:
         else:
             chunks = self.rounds.reduced(task.round).chunks
             scale = [task.scale] if self.world.tokens else []
-            digest = short(self.digest, task.step, chunks, task.norm, *scale, *([UNLIKE] if self.unlike else []))
-        if self.unlike or self.digest.startswith(UNLIKE):
+            digest = short(
+                self.digest, task.step, chunks, task.norm, *scale, *([UNLIKE] if self.oddities.unlike else [])
+            )
+        if self.oddities.unlike or self.digest.startswith(UNLIKE):
             digest = UNLIKE + digest
         if task.save:
             self.copies.keep(self.stage, task.step + 1, digest)
@@ -456,6 +487,17 @@ class TaskRunner:
         return m.Result(nbytes=1000)
 
 
+def noisy(blob: Blob, noise: str) -> Blob:
+    """The boundary tensor with other values, of the same size."""
+    return (*blob[:5], noise)
+
+
+def _made_of(*inputs: Blob) -> Blob:
+    """What is made of noise is noise, the same wherever it is made."""
+    noise = [blob[5:] for blob in inputs]
+    return (short("made of", noise),) if any(noise) else ()
+
+
 def _small(blob: Blob) -> None:
     if blob[4:5] == HUGE:
         raise ValueError("the stage's output is not finite")
@@ -476,6 +518,7 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Fetch: TaskRunner._fetch,
     m.RunForward: TaskRunner._forward,
     m.RunBackward: TaskRunner._backward,
+    m.RunCheck: TaskRunner._check,
     m.Cut: TaskRunner._cut,
     m.AddRow: TaskRunner._add_row,
     m.Add: TaskRunner._add,
