@@ -10,6 +10,7 @@ import pytest
 from tests.core.test_leader import LeaderRig, places
 
 from shoal.core.leader.averaging import PAUSES
+from shoal.core.leader.evictions import Misfit
 from shoal.core.leader.facts import FAILURES, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
 from shoal.core.leader.rules.checks import HEARD_BEATS, STALLED
@@ -361,6 +362,15 @@ def test_a_joiner_with_another_state_begins_anew_and_is_evicted_at_the_third_tim
         assert leader.view.evicted == ((Evicted("e", 1),) if time == 2 else ())
     leader.join("e")
     assert joiners(leader) == ""
+
+
+def test_a_leader_that_comes_back_with_another_state_lets_another_lead() -> None:
+    """It cannot remove itself, and as a joiner for ever it would keep its stage's donors from making newer copies for others."""
+    leader = a_run("bcd")
+    for one in "ca":
+        assert not leader.machine.resigns
+        leader.machine.facts.note(Misfit(Member(one, 0)), leader.now)
+    assert "came with another state" in leader.machine.resigns
 
 
 def test_a_joiner_whose_state_is_of_another_step_is_not_unfit() -> None:

@@ -40,6 +40,16 @@ class Launched:
         wait_for(lambda: self.launcher.poll() is not None or condition())
         assert self.launcher.poll() is None, end(self.launcher, self.launcher.returncode)
 
+    def says(self, words: str) -> None:
+        """Wait until the launcher has said that."""
+        assert self.launcher.stdout is not None
+        said = ""
+        for line in self.launcher.stdout:
+            said += line
+            if words in line:
+                return
+        raise AssertionError(said)
+
     def whole(self) -> bool:
         """Everybody is a member, the founder's peer too."""
         try:
@@ -125,6 +135,7 @@ def _disturb(run: Launched, tmp_path: Path, lose: Callable[[int], None], notice:
     seen, peers = steps_done(tmp_path), [run.joined(number) for number in range(PEERS)]
     wait_for(lambda: steps_done(tmp_path) >= seen + 3)
     run.launch("run.steps=100000")
+    run.says("takes over")
     run.trains()
     assert [run.joined(number) for number in range(PEERS)] == peers  # nobody was started beside them
 

@@ -123,9 +123,7 @@ class Resident:
         check_ends(self._stage, x, grad, tokens)
         x, reference = parted(self._stage, x)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
-        results = [
-            self._again(part, of) for part, of in zip(slices, self._references(slices, reference), strict=True)
-        ]
+        results = [self._again(part, of) for part, of in zip(slices, self._references(slices, reference), strict=True)]
         self._stage.compared.clear()  # rewards are those of backwards
         return joined(results)
 

@@ -491,6 +491,10 @@ class Facts:
             if odd is not None and odd[0] != self.name:
                 return self.convict(odd)
             why = f"came with another state of stage {member.stage} than its replicas have"
+            if peer == self.name:
+                return self.convict(
+                    (peer, why)
+                )  # it would stay a joiner for ever, and those who wait for its donors with it
             evidence.unfit[peer] = why
             self.convict(evidence.conduct.differs(peer, why, tie=len(others) == 1))
 
