@@ -17,6 +17,7 @@ PAGE = HERE / "recipes.md"
 
 TITLES = {
     "lora-8B": "LoRA of an 8B on four 12 GB cards",
+    "dpo-8B": "DPO of an 8B on four 12 GB cards",
     "qlora-70B": "QLoRA of a 70B on eight 24 GB cards in three places",
     "full-1.3B": "Full fine-tuning of a 1.3B on spot T4s",
     "continued-3B": "Continued pretraining of a 3B on six 24 GB cards",
@@ -25,6 +26,10 @@ WHY = {
     "lora-8B": """\
 16 GB of frozen weights in bfloat16 fit on no card. Two stages of two replicas do, and a home may switch off: its replica goes on.
 Averaging is that of the adapters alone.""",
+    "dpo-8B": """\
+Preference pairs instead of chats, on the same cards: each pair is two rows of tokens, which pass the stages with adapters and without, so a
+microbatch of one pair takes two and a half times as long as one of one chat. What the cards hold hardly grows: no graph is kept of the
+reference's rows.""",
     "qlora-70B": """\
 Frozen weights take 4.5 bits each: a quarter of the model is on a card, and every stage has two. A host needs room for its stage in
 bfloat16 while it encodes it: 35 GB.""",
@@ -39,7 +44,7 @@ All weights are trained, so every step averages the whole gradient: int8 halves 
 INTRODUCTION = """\
 # Recipes
 
-After this page you can plan, rehearse and start four kinds of training on other people's models. Every figure of a plan is predicted by
+After this page you can plan, rehearse and start five kinds of training on other people's models. Every figure of a plan is predicted by
 `shoal plan`; `make recipes` writes this page, and a test compares it with the planner.
 
 | recipe | step | tokens/s | memory of a card | a day | a million tokens |
@@ -135,7 +140,7 @@ def section(name: str, tree: config.Config, plan: Plan, losses: str) -> list[str
         lines.append(
             f"| {number} | {stage.first}-{stage.end - 1} | {peers} | {how} | {units.duration(stage.microbatch_s)} |"
         )
-    tokens = tree.train.batch * tree.data.sequence
+    tokens = config.tokens_per_step(tree)
     parts = (
         f"{units.duration(predicted.microbatches_s)} microbatches, {units.duration(predicted.averaging_s)} averaging"
     )
