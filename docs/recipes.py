@@ -83,8 +83,8 @@ def page() -> str:
 CLOSING = """\
 ## Rehearsed
 
-Message by message in the simulator: `shoal forecast RECIPE --cluster MACHINES --stages S --hours H --seeds 1 --exact`. The seconds of a step
-are those that so many whole steps leave open, without the minute in which machines join.
+Message by message in the simulator: `shoal forecast RECIPE --cluster MACHINES --stages S --hours H --seeds 1 --exact`. The seconds of a
+step are those that so many whole steps leave open, without the minute in which machines join.
 
 | recipe | planned | simulated | whole steps in hours |
 |---|---|---|---|
@@ -94,10 +94,10 @@ are those that so many whole steps leave open, without the minute in which machi
 | full-1.3B | 24.4 s | 27.5 to 28.7 s | 23 in 0.2 |
 | continued-3B | 87 s | 92 to 98 s | 14 in 0.4 |
 
-By real processes on one machine: `python benchmarks/recipes.py`, with tensors and lines a sixteenth as large. On two quiet cores `lora-8B`, at
-full size, took 49.2 s a step of the 43.1 s planned: one replica of a stage computed 17 of the 32 microbatches, the other 15. With the cores
-busy with other work (load 15) it took 59.7 s, and `full-1.3B` (load 16, tensors a 64th) 35.7 s of 24.4 s. The others have not been
-measured so.
+By real processes on one machine: `python benchmarks/recipes.py`, with tensors and lines a sixteenth as large. On two quiet cores `lora-8B`,
+at full size, took 49.2 s a step of the 43.1 s planned: one replica of a stage computed 17 of the 32 microbatches, the other 15. With
+the cores busy with other work (load 15) it took 59.7 s, and `full-1.3B` (load 16, tensors a 64th) 35.7 s of 24.4 s. The others have not
+been measured so.
 
 ## A small one that runs here
 
