@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.executor import test_pairs as pairs
+from tests.preferences import some_pairs
 
 import shoal
 from shoal import config as configuration
 from shoal.cli import main as program
+from shoal.executor import create
 from shoal.executor.serving import Chain
 from shoal.model import stages
+from shoal.model.cut import rows_of
+from shoal.runtime.checkpoints import checkpoint
 from shoal.runtime.data.dataset import open_held_out
 from shoal.runtime.data.tokenizer import encode_document, open_tokenizer
 
@@ -130,3 +135,28 @@ def test_boundary_layers_stay_between_the_stages(tmp_path: Path) -> None:
         logits = whole(tokens[:, :-1]).logits[0]
     expected = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
     assert batch == [(pytest.approx(float(expected), rel=1e-5), 16)]
+
+
+def test_of_preference_pairs_the_loss_of_dpo_its_accuracy_and_margin_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = pairs.a_config(tmp_path, 2)
+    executors = [create(config, number) for number in range(2)]
+    for executor in executors:
+        pairs.moved(executor)
+    store = checkpoint.Store(str(tmp_path / "checkpoints"))
+    records = [store.write_shard(1, number, 2, executor.state()) for number, executor in enumerate(executors)]
+    path = store.publish(1, records, checkpoint.about(config, "", ""))
+    held = some_pairs(tmp_path / "held.jsonl", 8)
+    whole = pairs.a_config(tmp_path)
+    alone = create(whole, 0)
+    pairs.moved(alone)
+    parts = [open_held_out(whole, held).sample(number) for number in range(8)]
+    loss, _, margins = pairs.trl(whole, alone, rows_of(torch.stack([torch.from_numpy(part) for part in parts]), 2))
+    assert program.main(["eval", path, held, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["loss"] == pytest.approx(float(loss), abs=1e-5) and "perplexity" not in result
+    assert result["accuracy"] == pytest.approx((margins > 0).double().mean().item()) and result["samples"] == 8
+    assert result["margin"] == pytest.approx(margins.mean().item(), abs=1e-5)
+    assert program.main(["eval", path, held]) == 0
+    assert "(8 preference pairs)" in capsys.readouterr().out

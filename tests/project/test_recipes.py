@@ -33,7 +33,7 @@ def test_every_recipe_has_its_machines_and_its_part_of_the_page() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora-8B", "qlora-70B", "full-1.3B", "continued-3B"])
+@pytest.mark.parametrize("name", ["lora-8B", "dpo-8B", "qlora-70B", "full-1.3B", "continued-3B"])
 def test_a_recipe_is_planned_as_its_page_says(name: str) -> None:
     module = recipes()
     tree, plan, losses = module.planned(name)
