@@ -12,7 +12,7 @@ from tests.model.test_adapters import based
 from tests.runtime.test_node import TINY
 
 from shoal import config as configuration
-from shoal.api import evaluating
+from shoal.api import evaluating, prompts
 from shoal.api.generating import Local, Sampling
 from shoal.cli import main as program
 from shoal.cli import serve
@@ -131,7 +131,7 @@ def test_an_adapter_of_peft_is_used_here_as_peft_uses_it(
         evaluating.evaluate(place, [tmp_path / "held-out.txt"], "data.sequence=8", "data.tokenizer=bytes")[0].loss
         for place in (adapter, tmp_path / "base")
     )
-    assert ours != pytest.approx(alone, rel=1e-4)
+    assert abs(ours - alone) > 1e-4, "it is evaluated with its adapter"
     assert program.main(["export", str(adapter), "--adapter", str(tmp_path / "again")]) == 2
     assert "was not written by shoal" in capsys.readouterr().err
 
@@ -144,3 +144,15 @@ def test_a_text_ends_where_the_base_models_generation_config_says(config: Config
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, first[2]]}))
     ends = first.index(first[2]) + 1
     assert Local(adapter, None, "cpu").generate(TEXT, GREEDY, lambda token: None) == first[:ends]
+
+
+def test_a_checkpoint_is_loaded_at_the_end_of_a_run_if_it_and_its_base_model_fit(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = a_checkpoint(config, tmp_path / "checkpoints")
+    sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (place, tmp_path / "base")]
+    monkeypatch.setattr("shoal.host.free_bytes", lambda: int(sum(sizes) / prompts.LOADED_SHARE) + 2)
+    assert prompts.local(place).positions == TINY.data.sequence
+    monkeypatch.setattr("shoal.host.free_bytes", lambda: int((sum(sizes) - 1) / prompts.LOADED_SHARE) - 2)
+    with pytest.raises(ValueError, match=r"are free here: serve it \(`shoal serve .*step-1`\)"):
+        prompts.local(place)

@@ -26,6 +26,7 @@ def an_adapter(config: Config, folder: Path, **lora: object) -> Path:
     import transformers
 
     base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
+    torch.manual_seed(5)
     model = peft.get_peft_model(
         base, peft.LoraConfig(**{"r": 2, "lora_alpha": 64.0, "target_modules": "all-linear"} | lora)
     )

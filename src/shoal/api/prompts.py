@@ -24,6 +24,7 @@ from shoal.api import generating
 from shoal.api.generating import Sampling, Source
 from shoal.config import Config
 from shoal.escaping import describe
+from shoal.launcher.files import adapter_files, saved
 from shoal.launcher.process import die_with
 from shoal.launcher.watching.samples import Request, Sample
 
@@ -56,11 +57,14 @@ def living(run: Path) -> Source:
 
 def local(checkpoint: Path) -> Source:
     """ValueError: it is not a model that can be loaded here."""
-    nbytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    places = [checkpoint]
+    if adapter_files.there(checkpoint):
+        places.append(Path(saved.adapted(checkpoint).model.path))  # whose weights are loaded beside the adapters
+    nbytes = sum(file.stat().st_size for place in places for file in place.glob("*.safetensors"))
     free = host.free_bytes()
     if free is not None and nbytes > LOADED_SHARE * free:
         raise ValueError(
-            f"the last checkpoint has {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free here: serve it"
+            f"the model of the last checkpoint has {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free here: serve it"
             f" (`shoal serve {checkpoint}`)"
         )
     return generating.Local(checkpoint, None, "cpu")
