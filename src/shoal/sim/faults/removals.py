@@ -62,9 +62,11 @@ class WatchedSwarm(Swarm):
         super().agreed(node, view)
 
     def _compare(self, before: View, view: View) -> None:
-        gone = {one.peer for one in before.members + before.joining} - {one.peer for one in view.members + view.joining}
+        absent = {one.peer for one in before.members + before.joining} - {
+            one.peer for one in view.members + view.joining
+        }
         times = [{one.key: one.times for one in of.evicted} for of in (before, view)]
-        for peer in sorted(gone):
+        for peer in sorted(absent):
             node = self.nodes.get(peer)
             if node is None or not node.lives or node.condition.leaving:
                 continue
