@@ -4,7 +4,7 @@
 
 Every scenario has its own faults: processes that die, stop, are cut off, become slow or full, links that lose and delay messages. Counted
 is every process that the run removed while it lived and had not asked to leave. `disturbed`: a fault had its hands on it within the last
-RECENT_S (stopped, cut off from whoever leads, ten times slower, its messages garbled, other bits in its optimizer), so that the others may
+30 s (stopped, cut off from whoever leads, ten times slower, its messages garbled, other bits in its optimizer), so that the others may
 miss it by right.
 `honest`: none had; beside lost and delayed messages, which every peer has. `convicted`: for what it did, so that it is also barred
 for a while, not only for silence. Printed of each scenario, and of each cause its number and one seed to play again. The last line is
@@ -24,25 +24,11 @@ from concurrent.futures import ProcessPoolExecutor
 import msgspec
 
 from report import at_most, parse, report
-from shoal.core.messages import Peer, View
-from shoal.sim.node import Node
+from shoal.sim.faults.removals import Removed, WatchedSwarm
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
-from shoal.sim.scenarios.scenario import Case
-from shoal.sim.swarm import Swarm
 
 SCENARIOS = ("fleet", "unlike", "slowed", "lines", "unlike_lines", "chaos", "large_group", "counted")
-RECENT_S, LOOK_S = 30.0, 0.5
-
-
-class Removed(msgspec.Struct):
-    """A process that lived: who, when, why."""
-
-    peer: Peer
-    at_s: float
-    disturbed: bool
-    convicted: bool
-    why: str
 
 
 class Played(msgspec.Struct):
@@ -53,58 +39,6 @@ class Played(msgspec.Struct):
     violations: tuple[str, ...]
 
 
-class Watched(Swarm):
-    """Writes down who is removed while it lives."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.disturbed_s: dict[Peer, float] = {}
-        self.known: dict[Peer, Node] = {}
-        self.removed: list[Removed] = []
-        self.newest: View | None = None
-        self.kernel.after(LOOK_S, self._look)
-
-    def _look(self, _: object) -> None:
-        leading = [name for name, node in self.nodes.items() if node.machine.leading]
-        for pair in self.network.cut:
-            if pair[0] in leading or pair[1] in leading:
-                self.disturbed_s.update(dict.fromkeys((one for one in pair if one not in leading), self.kernel.now))
-        for name, node in self.nodes.items():
-            self.known[name] = node
-            if self._disturbed(node):
-                self.disturbed_s[name] = self.kernel.now
-        self.kernel.after(LOOK_S, self._look)
-
-    def _disturbed(self, node: Node) -> bool:
-        condition = node.condition
-        return not node.available or condition.slow or condition.leaving or condition.lies > 0.0
-
-    def agreed(self, node: Node, view: View) -> None:
-        before = self.newest
-        if before is None or view.number > before.number:
-            self.newest = view
-            if before is not None and not view.finished and view.epoch == before.epoch:
-                self._compare(before, view)
-        super().agreed(node, view)
-
-    def _compare(self, before: View, view: View) -> None:
-        gone = {one.peer for one in before.members + before.joining} - {one.peer for one in view.members + view.joining}
-        times = [{one.key: one.times for one in of.evicted} for of in (before, view)]
-        for peer in sorted(gone):
-            node = self.nodes.get(peer)
-            if node is None or not node.lives or node.condition.leaving:
-                continue
-            disturbed = self._disturbed(node) or self.kernel.now - self.disturbed_s.get(peer, -RECENT_S) < RECENT_S
-            key = peer.partition(".")[0]
-            convicted = times[1].get(key, 0) > times[0].get(key, 0)
-            self.removed.append(Removed(peer, self.kernel.now, disturbed, convicted, why_of(peer, view.reason)))
-
-
-def why_of(peer: Peer, reason: str) -> str:
-    """What a view's reason says of that peer."""
-    return next((part for part in reason.split("; ") if part.startswith(peer)), reason)
-
-
 def cause_of(why: str) -> str:
     """Without names and numbers."""
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"p\d+\.\d+", "P", why))[:110]
@@ -112,7 +46,7 @@ def cause_of(why: str) -> str:
 
 def play(given: tuple[str, int]) -> Played:
     name, seed = given
-    swarm = Watched(draw(load(name), seed))
+    swarm = WatchedSwarm(draw(load(name), seed))
     outcome = swarm.run()
     processes = max(len(swarm.known), swarm.case.peers)
     return Played(name, seed, processes, swarm.removed, tuple(map(str, outcome.violations)))

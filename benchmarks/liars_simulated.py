@@ -6,9 +6,9 @@ The machines are those of real peers (core/), the network and the clock are simu
 machine does. Three stages of equal peers on a quick network, the settings that a run has by default, a step of about 0.3 s. The liars are
 members that found no run and lie from the first step on, all in the same way; `mixed`: each in a way of its own. They are honest while
 they lead, and while no honest peer serves their stage. Printed of each kind, over all seeds: steps as a share of the honest run's, the
-same for the last half of the time, what is left of the peers without the liars, seconds until the first and the last liar was
-evicted first, how often liars and how often honest peers were (or had to download their state again). The last line is one JSON object:
-the smallest share.
+same for the last half of the time, seconds until the first and the last liar was evicted first and the steps that were committed until
+the first was, how often liars and how often honest peers were (or had to download their state again). `--markdown`: rows of a table
+instead. The last line is one JSON object: the smallest share.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shoal.sim.scenarios.scenario import Case, Scenario
 from shoal.sim.swarm import Swarm
 
 STAGES, STEP_S, SPOT_CHECKS = 3, 0.3, 0.1
+LOOK_S = 0.25
 MIXED = ("withhold", "held", "missing", "gone", "mute", "digest", "coming", "idle")
 KINDS = (
     "withhold", "held", "missing", "refuse", "busy", "idle", "coming", "gone", "mute", "rate", "delay",
@@ -42,6 +43,7 @@ class Played(msgspec.Struct):
     steps: int
     late: int
     evicted_s: tuple[float, ...]  # of each liar that was evicted: the first time
+    until: int  # steps committed until the first of them
     evictions: int
     wronged: tuple[str, ...]
     violations: tuple[str, ...]
@@ -53,11 +55,17 @@ class Timed(Swarm):
     def __init__(self, case: Case, seconds: float) -> None:
         super().__init__(case)
         self.seconds, self.at_half = seconds, 0
+        self.commits: list[int] = []  # at every LOOK_S from the first step on
 
     def _begin_faults(self) -> None:
         super()._begin_faults()
+        self._look(None)
         self.kernel.after(self.seconds / 2, self._half)
         self.kernel.after(self.seconds, lambda _: self.kernel.stop())
+
+    def _look(self, _: object) -> None:
+        self.commits.append(len(self.watch.commits.known))
+        self.kernel.after(LOOK_S, self._look)
 
     def _half(self, _: object) -> None:
         self.at_half = len(self.watch.commits.known)
@@ -71,10 +79,12 @@ class Timed(Swarm):
         assert self.context.timeline.began_s is not None, "the run did not begin"
         steps, liars = len(self.watch.commits.known), self.strangers
         evicted = liars.evicted if liars is not None else {}
+        first = tuple(after[0] for after in evicted.values())
         return Played(
             steps,
             steps - self.at_half,
-            tuple(after[0] for after in evicted.values()),
+            first,
+            self.commits[min(int(min(first) / LOOK_S), len(self.commits) - 1)] if first else steps,
             sum(map(len, evicted.values())),
             tuple(liars.wronged) if liars is not None else (),
             tuple(str(one) for one in self.watch.violations),
@@ -140,12 +150,19 @@ def line_of(kind: str, played: list[Played], honest: list[Played], liars: int) -
     broken = sum(bool(one.violations) for one in played)
     seconds = [f"{statistics.median(of):.0f} s" if of else "never" for of in (first, last)]
     all_out = f"{len(last)} of {len(played)}"
-    text = f"{kind or 'honest':17} {share:6.0%} {late:6.0%} {seconds[0]:>8} {seconds[1]:>8} {all_out:>9} {times:6} {harmed:7} {broken:6}"
+    until = f"{statistics.median(one.until for one in played if one.evicted_s):.0f}" if first else "-"
+    when = f"{seconds[0]:>8} {seconds[1]:>8} {until:>6} {all_out:>9}"
+    text = f"{kind or 'honest':17} {share:6.0%} {late:6.0%} {when} {times:6} {harmed:7} {broken:6}"
     row = {
         "kind": kind or "honest", "share": round(share, 3), "last_half": round(late, 3), "first": seconds[0],
-        "last": seconds[1], "all_out": all_out, "evictions": times, "harmed": harmed, "broken": broken,
+        "last": seconds[1], "steps": until, "all_out": all_out, "evictions": times, "harmed": harmed, "broken": broken,
     }  # fmt: skip
     return text, row
+
+
+def markdown(row: dict[str, object]) -> str:
+    """Of docs/threat-model.md: lie, share of steps, seconds and steps until the first is evicted, honest peers harmed."""
+    return f"| {row['kind']} | {float(str(row['share'])):.0%} | {row['first']} | {row['steps']} | {row['harmed']} |"
 
 
 def main() -> int:
@@ -156,14 +173,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="simulated, from the first step on")
     parser.add_argument("--seeds", default="0:2", metavar="A:B")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--markdown", action="store_true", help="print rows of a table of the documentation")
     parser.add_argument("--harmed", action="store_true", help="print what happened to honest peers, and why")
     given = parse(parser)
     first, end = map(int, given.seeds.split(":"))
     rows = []
-    print(
-        f"{'liars':17} {'share':>6} {'later':>6} {'first':>8} {'last':>8} {'all out':>9} {'times':>6} {'harmed':>7} {'broken':>6}",
-        flush=True,
-    )
+    columns = f"{'liars':17} {'share':>6} {'later':>6} {'first':>8} {'last':>8} {'steps':>6} {'all out':>9}"
+    print(f"{columns} {'times':>6} {'harmed':>7} {'broken':>6}", flush=True)
     with ProcessPoolExecutor(given.jobs) as pool:
         honest: list[Played] = []
         for kind in ("", *(one for one in given.kinds.split(",") if one)):
@@ -172,7 +188,7 @@ def main() -> int:
             honest = honest or played
             text, row = line_of(kind, played, honest, given.liars)
             rows.append(row)
-            print(text, flush=True)
+            print(markdown(row) if given.markdown else text, flush=True)
             for seed, one in enumerate(played, first):
                 for what in (*(one.wronged if given.harmed else ()), *one.violations[:3]):
                     print(f"    seed {seed}: {what[:400]}", flush=True)

@@ -1,0 +1,96 @@
+"""Where nobody lies, no peer is convicted that no fault has touched: lost messages, slow machines and narrow lines are no crime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.core.leader.progress import RoundWatch
+from shoal.core.leader.rules import checks
+from shoal.core.messages import Peer, RoundWaits
+from shoal.core.transfer.donor import Donor
+from shoal.sim.faults.removals import Removed, WatchedSwarm
+from shoal.sim.scenarios.catalogue import load
+from shoal.sim.scenarios.drawing import draw
+
+ONCE = (  # honest peers were convicted there, for what the words say
+    (
+        "slowed",
+        3,
+        "a part and what asked for it were lost: its owner said so once, and the leader judged after it had come",
+    ),
+    ("lines", 6, "the same, of twelve replicas"),
+    ("counted", 6, "it waited for another's part itself, and its own report was lost"),
+    ("unlike", 0, "it waited for a sum of the piece before, the others for its part of this one"),
+    ("unlike", 23, "rounds in which something was lost made the usual one longer and longer"),
+    ("lines", 1, "its line was full of copies of 20 MB"),
+    ("unlike", 29, "of the first two that reported different parameters the leader's were believed"),
+    ("unlike", 40, "two joiners waited for one another to be done with a donor's copy"),
+    ("fleet", 14, "it accused two that had vanished, and then one that lied"),
+)
+
+
+def convicted(scenario: str, seed: int) -> list[Removed]:
+    swarm = WatchedSwarm(draw(load(scenario), seed))
+    swarm.run()
+    return [one for one in swarm.removed if one.convicted and not one.disturbed]
+
+
+QUICK = (0, 2, 4, 6)  # the others are longer
+
+
+@pytest.mark.parametrize(
+    ("scenario", "seed", "why"),
+    [pytest.param(*one, marks=() if at in QUICK else pytest.mark.slow) for at, one in enumerate(ONCE)],
+)
+def test_no_honest_peer_is_convicted_where_one_was(scenario: str, seed: int, why: str) -> None:
+    assert convicted(scenario, seed) == [], f"rerun: shoal simulate {scenario} seed={seed}; before: {why}"
+
+
+def _judged_by_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said once counts, whatever comes."""
+    hear = RoundWatch.on_waits
+
+    def on_waits(self: RoundWatch, peer: Peer, waits: RoundWaits, now: float) -> None:
+        if waits.parts or waits.sums:
+            hear(self, peer, waits, now)
+
+    monkeypatch.setattr(RoundWatch, "on_waits", on_waits)
+    monkeypatch.setattr(RoundWatch, "_fresh_s", float("inf"))
+
+
+def _judged_by_the_first_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "HEARD_BEATS", 0.0)
+
+
+def _copy_kept_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader for whom the copy is too old still counts as one."""
+    ask = Donor.on_state_request
+
+    def on_state_request(self: Donor, *given: Any) -> Any:
+        before = set(self._takers)
+        commands = ask(self, *given)
+        self._takers |= before
+        return commands
+
+    monkeypatch.setattr(Donor, "on_state_request", on_state_request)
+
+
+@pytest.mark.parametrize(
+    ("broken", "seeds"),
+    [
+        (_judged_by_the_first_word, (("slowed", range(12)), ("unlike", range(40)))),
+        (_judged_by_the_first_two, (("unlike", range(16, 60)),)),
+        (_copy_kept_for_all, (("unlike", range(40, 100)),)),
+    ],
+)
+@pytest.mark.slow
+def test_a_broken_rule_convicts_honest_peers(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    seeds: tuple[tuple[str, range], ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(monkeypatch)
+    assert any(convicted(scenario, seed) for scenario, of in seeds for seed in of)
