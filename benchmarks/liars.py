@@ -57,7 +57,7 @@ HONEST_AGAIN = 5  # kinds between two honest runs, with which those are compared
 HEAVY = 1e14  # below what a driver refuses
 KINDS = (
     "honest", "withhold", "held", "missing", "refuse", "busy", "idle", "slow", "rate",
-    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "parts", "wrong sums", "wrong totals",
+    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "invent", "parts", "wrong sums", "wrong totals",
     "mute", "gone", "coming", "books:all", "books:twice", "books:impossible", "frozen", "far", "loss",
     "complain", "culprit", "waits", "unable", "nonfinite", "coup", "queries", "fuzz",
 )  # fmt: skip
@@ -102,6 +102,8 @@ class Liar:
         self.rng, self.name = np.random.default_rng(0), node.machine.name
         settings = node.machine.settings
         self.lies = Lies[Blob](self.name, settings, lambda: node.machine.view, self.heavy, books or "all")
+        if "invent" in self.acts:
+            self.invent()
         if "wrong totals" in self.acts:
             self.add_up_wrong()
         self.really = node.transport.send
@@ -123,6 +125,17 @@ class Liar:
             return really(total, parts)
 
         averaging.sum = wrong
+
+    def invent(self) -> None:
+        """Noise for the results of its hops, which it keeps and believes itself."""
+        outgoing = self.node.runner._outgoing  # type: ignore[attr-defined]
+        really = outgoing.put
+
+        def wrong(tensor: torch.Tensor, how: str) -> Held:
+            made_up = torch.from_numpy(self.random(tensor.numpy())).to(tensor.dtype) if self.acting else tensor
+            return really(made_up, how)
+
+        outgoing.put = wrong
 
     def heavy(self, message: m.Message, value: Blob) -> Blob:
         return self.values(value, lambda array: np.full_like(array, HEAVY))
@@ -342,6 +355,7 @@ def line_of(one: Outcome) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=25.0, help="of each run, from its first step on")
+    parser.add_argument("--spot-checks", type=float, default=0.1, metavar="SHARE", help="run.spot_checks")
     parser.add_argument("--kinds", default="", metavar="A,B", help=f"of {', '.join(KINDS[1:])}; default all")
     given = parse(parser)
     wanted: tuple[str, ...] = ("honest", *(kind for kind in given.kinds.split(",") if kind)) if given.kinds else KINDS
@@ -351,7 +365,7 @@ def main() -> int:
     network = '\n[network]\nhost = "127.0.0.1"\ndiscovery = "gossip"\ntransport = "tls"\n'
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "quickstart.toml"
-        path.write_text(tree + network)
+        path.write_text(tree.replace("[run]\n", f"[run]\nspot_checks = {given.spot_checks}\n") + network)
         config = configuration.load(path)
     answers, outcomes = known_answers(config), list[Outcome]()
     print(

@@ -9,6 +9,9 @@ passed. What follows from a difference is the leader's (core/leader/findings.py)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
 
 from shoal.core.messages import Check, Checked, Command, Index, Peer, Send, Settings, Stage, View
 from shoal.core.names import key_of
@@ -78,20 +81,18 @@ def _before(m: Microbatch, hop: Hop, view: View, last: Stage) -> Check | None:
     others = _senders(m, stage, backward, made)
     if others is None or len(others) > MOST:
         return None
-    return Check(
-        view.epoch,
-        view.work,
-        m.index,
-        stage,
-        view.number,
-        backward,
-        made[0],
+    check = Check(view.epoch, view.work, m.index, stage, view.number, backward, made[0], result_from=hop.peer)
+    return replace(
+        check,
         input_from=_maker(m.x[stage]) if stage > 0 else "",
-        grad_from=_maker(m.g[stage]) if backward and stage < last else "",
-        result_from=hop.peer,
         others=tuple(peer for peer in others if peer != made[0]),
-        loss=m.loss if backward and stage == last else None,
+        **_started_from(m, stage, last) if backward else {},
     )
+
+
+def _started_from(m: Microbatch, stage: Stage, last: Stage) -> dict[str, Any]:
+    """What a backward of that stage begins with: the gradient of its output, or the loss, which the last stage has reported."""
+    return {"grad_from": _maker(m.g[stage])} if stage < last else {"loss": m.loss}
 
 
 def _senders(m: Microbatch, stage: Stage, backward: bool, made: Where) -> Where | None:
