@@ -25,7 +25,7 @@ def in_progress(active: Active) -> dict[Peer, float]:
     for m in active:
         hop = m.hop
         there = {m.next: FORWARD_SIZE}
-        if hop is not None:
+        if hop is not None and hop.kind is not Kind.FETCH:
             there[hop.to] = FORWARD_SIZE
             there[hop.peer] = hop.kind.size
         for peer, size in there.items():

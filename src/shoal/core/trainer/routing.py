@@ -39,7 +39,6 @@ CAUGHT_UP = (
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
-SHARED = 2  # samples that a peer's pace begins with, of its stage's: of 0, 2 and 5 the least time after a join and on mixed fleets
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
@@ -118,10 +117,6 @@ class Wiring:
     def measure(self, replica: Replica, seconds: float, size: float, ahead: float) -> None:
         """A hop of that size took so long there, behind so much that this trainer had requested before."""
         replica.latency.add(seconds / size)
-        usual_s = self._pace.value
-        if usual_s is not None and replica.pace.value is None:
-            for _ in range(SHARED):
-                replica.pace.add(usual_s)
         for pace in (replica.pace, self._pace):
             pace.add(seconds / (size + ahead))
 
