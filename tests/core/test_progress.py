@@ -7,6 +7,7 @@ import pytest
 
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.progress import (
+    FREED_BEATS,
     HEAR_BEATS,
     HOLDS,
     LAST_BEATS,
@@ -292,6 +293,18 @@ def test_a_peer_that_waits_itself_though_not_in_vain_yet_is_not_at_fault() -> No
     for peer in "acd":
         round_.waits(peer, sums="b")
     assert round_.verdict()[0] == "b"
+
+
+def test_a_peer_whose_parts_have_just_come_gets_time_to_make_its_sums_once() -> None:
+    for _ in range(2):
+        round_ = Averaging()
+        for peer in "acd":
+            round_.waits(peer, sums="b")
+        round_.waits("b", parts="c", vain=False)
+        assert round_.verdict(2 * BEAT_S) == ("", "")
+        round_.waits("b")
+        assert round_.verdict((FREED_BEATS - 1) * BEAT_S) == ("", "")
+        assert round_.verdict((1 + HEAR_BEATS) * BEAT_S)[0] == "b"
 
 
 def test_of_two_pieces_the_one_before_comes_first() -> None:

@@ -28,6 +28,7 @@ ONCE = (  # honest peers were convicted there, for what the words say
     ("lines", 1, "its line was full of copies of 20 MB"),
     ("unlike", 29, "of the first two that reported different parameters the leader's were believed"),
     ("unlike", 40, "two joiners waited for one another to be done with a donor's copy"),
+    ("unlike", 17, "it could make its sum only when its own part had come, and the others had waited for 8 s by then"),
     ("fleet", 14, "it accused two that had vanished, and then one that lied"),
 )
 

@@ -25,6 +25,7 @@ HEAR_BEATS = (
     3.0  # from the first Waits to a verdict: the other participants' arrive meanwhile, or what was asked for again
 )
 FRESH_BEATS = 2.5  # for which a Waits counts: it is repeated with every beat, and a message may be lost
+FREED_BEATS = 12.0  # for a replica's sums to come, once what it waited for itself has come
 SOON_BEATS = 24.0  # for which it need not be in vain yet
 
 
@@ -138,6 +139,10 @@ class RoundWatch:
         self._opened = self._reduced_at = now
         self._waits: dict[Peer, Waits] = {}
         self._judged_at = float("-inf")
+        self._busy: set[Peer] = set()
+        self._freed: dict[
+            Peer, float
+        ] = {}  # what these waited for came, the first time; only then could they make their sums
 
     def forgive(self, gap_s: float, now: float) -> None:
         """Messages that arrived while this process was stopped are still to be read."""
@@ -153,6 +158,8 @@ class RoundWatch:
         """One that names nobody withdraws those before: what was waited for came after all."""
         known = self._waits.pop(peer, None)
         if not waits.parts and not waits.sums:
+            if known is not None:
+                self._freed.setdefault(peer, now)
             return
         if known is None or now - known.at > self._fresh_s:
             known = Waits(waits, now, now + SOON_BEATS * self._settings.heartbeat_s)
@@ -170,6 +177,8 @@ class RoundWatch:
         long = {peer for peer, waits in self._waits.items() if now - waits.vain_at >= hear_s and peer not in reduced}
         if long and now - self._judged_at >= hear_s:
             self._judged_at = now
+            freed_s = FREED_BEATS * self._settings.heartbeat_s
+            self._busy = {peer for peer, since in self._freed.items() if now - since < freed_s}
             for group in self._groups:
                 verdict = self._accused(group, reduced, long, conduct, leader)
                 if verdict is not None:
@@ -224,7 +233,7 @@ class RoundWatch:
             for peer, waits in waiting.items()
             if waits.piece == lowest
             for other in getattr(waits, what)
-            if other in group and other != peer
+            if other in group and other != peer and (what == "parts" or other not in self._busy)
         }
 
     def _one(
