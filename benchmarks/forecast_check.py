@@ -33,7 +33,7 @@ from shoal.planner.prediction.seats import Seats
 from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
-from shoal.sim.tasks.task_runner import SECONDS
+from shoal.sim.tasks.pace import SECONDS
 
 WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
 BACKWARD, HEARTBEAT_S = 2.0, 0.5

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from shoal.core import messages as m
-from shoal.sim.tasks.task_runner import _WORK, SECONDS
+from shoal.sim.tasks.pace import SECONDS
+from shoal.sim.tasks.task_runner import _WORK
 
 NO_BLOBS = {"id", "digest", "record", "records", "shard", "session", "sessions"}  # fields of words
 TASKS: tuple[type[m.TaskBase], ...] = get_args(m.Task)

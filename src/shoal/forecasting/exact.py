@@ -27,8 +27,8 @@ from shoal.sim.lines import LineRates, Wire
 from shoal.sim.node import Node, Process, Who
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
+from shoal.sim.tasks.pace import SECONDS, Pace
 from shoal.sim.tasks.storage import Blob
-from shoal.sim.tasks.task_runner import SECONDS, Pace
 
 JITTER = (
     1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean

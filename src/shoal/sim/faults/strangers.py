@@ -27,8 +27,9 @@ from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, unasked
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.signatures import sign
+from shoal.sim.tasks.oddities import noisy
 from shoal.sim.tasks.storage import Blob
-from shoal.sim.tasks.task_runner import BAD, HUGE, noisy, norm_sq
+from shoal.sim.tasks.task_runner import BAD, HUGE, norm_sq
 
 Sent = tuple[m.Message, tuple[Blob, ...]]
 

@@ -8,15 +8,15 @@ goes one task after the other, reading and writing beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import messages as m
-from shoal.kept import Kept
 from shoal.sim.lines import Wire
+from shoal.sim.tasks.oddities import Oddities, made_of
+from shoal.sim.tasks.pace import Pace
 from shoal.sim.tasks.sketches import checks_of, sketch_of
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
@@ -29,13 +29,6 @@ HUGE = ("huge",)  # among what was added: finite by itself, and nothing that is 
 Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
 
-# Seconds of the tasks that do not depend on the model's size; about what small stages take.
-SECONDS: dict[type, float] = {
-    m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
-    m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
-    m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1, m.Infer: 0.05, m.Forget: 0.001,
-}  # fmt: skip
-LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 MAY_FAIL = (
     m.Fetch, m.RunForward, m.RunBackward, m.RunCheck, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk,
     m.RunCopy,
@@ -125,56 +118,6 @@ class World:
         return self.lengths[stage] if self.lengths else self.values + 7 * stage
 
 
-class Pace:
-    """How long a peer's tasks take, and when its compute is idle."""
-
-    def __init__(self, wire: Wire | None, stages: int) -> None:
-        self.slowness = 1.0  # seconds per second of a usual peer
-        self.forward_s = 0.1
-        self.backward = 2.5  # forwards that a backward takes which recomputes
-        self.kept: Kept[Blob] = Kept(0, math.inf)  # inputs of the forwards whose activations are held
-        self.rounds = 1.0  # how much longer than SECONDS the tasks of a round take
-        self.states = 1.0  # and those of downloads and checkpoints
-        self.share = 1.0  # of the gradient, that a round's piece is
-        self._free_s = 0.0  # when the compute is idle
-        self._wire, self._stages = wire, stages
-
-    def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
-        """`length`: of the stage's gradient."""
-        kind = type(task)
-        if isinstance(task, m.RunCheck):
-            seconds = self.forward_s * self.slowness * (self.backward if task.backward else 1.0)
-        elif kind is m.RunForward or kind is m.RunBackward:
-            seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
-        else:
-            seconds = SECONDS[kind] * self.slowness
-            if isinstance(task, m.Cut):
-                self.share = (task.bounds[-1] - task.bounds[0]) / max(1, length)
-            if task.purpose == "round":
-                seconds *= self.rounds * (1.0 if kind is m.Apply else self.share)
-            elif task.purpose == "state":
-                seconds *= self.states
-            seconds = min(seconds, LONGEST_S)
-        if self._wire is not None:
-            seconds += self._wire.codec_s(task, self._stages, inputs) * self.slowness
-        return seconds
-
-    def _forwards(self, task: m.Task, x: Blob) -> float:
-        """What a hop takes, in forwards: a backward of an input whose activations are kept does not recompute."""
-        if isinstance(task, m.RunBackward):
-            return self.backward - (1.0 if self.kept.take(lambda other: other == x) is not None else 0.0)
-        if self.kept.has_room(0.0):
-            self.kept.add(x, 0.0)
-        return 1.0
-
-    def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
-        """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
-        if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
-            return seconds
-        self._free_s = max(self._free_s, now) + seconds
-        return self._free_s - now
-
-
 class Rounds:
     """The sums of the stage that a peer serves: pieces gathered in order, and the reduced gradients that they make."""
 
@@ -220,13 +163,6 @@ class Rounds:
     def forget(self) -> None:
         """The stage has other parameters: what was reduced is of no use."""
         self._reduced.clear()
-
-
-class Oddities(msgspec.Struct):
-    """In what a peer's machine is not like the others'."""
-
-    unlike: bool = False  # its optimizer has other bits
-    invents: bool = False  # the results of its hops are invented
 
 
 class TaskRunner:
@@ -349,14 +285,14 @@ class TaskRunner:
         self._used(task.stage, task.step, "RunCheck")
         way, to = ("g", task.stage - 1) if task.backward else ("x", task.stage + 1)
         self._match(result, (way, task.step, task.index, to), "RunCheck")
-        same = result[5:] == _made_of(x, *more)
+        same = result[5:] == made_of(x, *more)
         last = task.backward and task.stage == self.world.stages - 1
         distance = (ROUNDING if self.oddities.unlike else 0.0) if same else 1.4
         return m.Result(distance=distance, loss=1.0 + task.index / 64 if last else None)
 
     def _noise(self, task: m.RunForward | m.RunBackward, *inputs: Blob) -> Blob:
         name = short("invented", task.step, task.index, task.stage, type(task).__name__)
-        return (name,) if self.oddities.invents else _made_of(*inputs)
+        return (name,) if self.oddities.invents else made_of(*inputs)
 
     def _finite(self, task: m.RunForward | m.RunBackward) -> None:
         if (task.step, task.index, task.stage) in self.world.nonfinite:
@@ -485,17 +421,6 @@ class TaskRunner:
     def _read_shard(self, task: m.ReadShard, inputs: Sequence[Blob]) -> m.Result:
         self._put(task.out, self.copies.read(task))
         return m.Result(nbytes=1000)
-
-
-def noisy(blob: Blob, noise: str) -> Blob:
-    """The boundary tensor with other values, of the same size."""
-    return (*blob[:5], noise)
-
-
-def _made_of(*inputs: Blob) -> Blob:
-    """What is made of noise is noise, the same wherever it is made."""
-    noise = [blob[5:] for blob in inputs]
-    return (short("made of", noise),) if any(noise) else ()
 
 
 def _small(blob: Blob) -> None:
