@@ -158,7 +158,7 @@ def test_where_lines_are_wide_compute_decides() -> None:
 
 
 def test_what_is_in_flight_is_decided_alike_in_the_simulator() -> None:
-    """By core: with 0 the trainers' windows follow the simulated lines, and a step is no longer than with six."""
+    """By core: with 0 the trainers' windows follow the simulated lines, and a step is hardly longer than with six, the best number here."""
     seconds = []
     for inflight in (6, 0):
         case = lab(25 * MB)
@@ -166,7 +166,7 @@ def test_what_is_in_flight_is_decided_alike_in_the_simulator() -> None:
         assert swarm.run().violations == ()
         times = swarm.watch.commits.times_s
         seconds.append(times[-1] - times[0])
-    assert seconds[1] < 1.03 * seconds[0]
+    assert seconds[1] < 1.05 * seconds[0]
 
 
 def test_lines_are_drawn_apart_from_everything_else() -> None:

@@ -105,4 +105,9 @@ def config_of(source: Path, base: str | None, settings: Sequence[str]) -> Config
         config = configuration.load(
             None, [f"model.path={source}", f"data.tokenizer={source}", "data.source=text", "data.path=-"]
         )
-    return configuration.from_tree(configuration.overridden(configuration.to_tree(config), settings))
+    tree = configuration.to_tree(config)
+    tree["tune"]["adapter"] = (
+        ""  # what is measured here, and trained on by nobody: preference pairs may be compared with its base
+    )
+    config, adapter = configuration.from_tree(configuration.overridden(tree, settings)), config.tune.adapter
+    return msgspec.structs.replace(config, tune=msgspec.structs.replace(config.tune, adapter=adapter))

@@ -53,6 +53,7 @@ JOINS = 256  # requests to join that are kept; a peer that is not among them rep
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
+OF_WORK = ("work", "epoch", "since", "started")  # of a view: what is computed under it
 Finding = Dispute | Misfit | Takeovers | WrongSums  # of a check (rules/order.py)
 
 
@@ -75,7 +76,7 @@ class Evidence:
     def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
         self.progress.on_view(before, view, now)
         self.conduct.keep(present, (one.key for one in view.evicted))
-        if before is None or _work(before) != _work(view):
+        if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
         self.stalls.on_view(view)
         self.reassigning, self.takeovers = {}, None
@@ -491,14 +492,7 @@ class Facts:
             if odd is not None and odd[0] != self.name:
                 return self.convict(odd)
             why = f"came with another state of stage {member.stage} than its replicas have"
-            if peer == self.name:
-                return self.convict(
-                    (peer, why)
-                )  # it would stay a joiner for ever, and those who wait for its donors with it
+            if peer == self.name:  # it would stay a joiner for ever, and those who wait for its donors with it
+                return self.convict((peer, why))
             evidence.unfit[peer] = why
             self.convict(evidence.conduct.differs(peer, why, tie=len(others) == 1))
-
-
-def _work(view: View) -> tuple[int, int, int, bool]:
-    """What is computed under that view."""
-    return view.work, view.epoch, view.since, view.started
