@@ -55,7 +55,8 @@ def test_a_run_tunes_a_model_at_a_url_also_one_that_was_killed_while_it_read(
         server.pause_s_per_byte = 0.0
         said = end(start("run", "tiny.toml", f"model.path={url}", *WORDS))
         assert "first step after" in said
-        assert losses(tmp_path) == expected
+        assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)  # two runs add in other orders
+        assert losses(tmp_path)[0] == expected[0]
         assert server.sent_bytes < 1.3 * weights_bytes  # what was read before is not read again
     finally:
         server.stop()
