@@ -181,7 +181,7 @@ def test_a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before(
     ("fields", "complaint"),
     [
         ({"model_type": "llama", "num_hidden_layers": 0}, "the model has no repeated blocks"),
-        ({"model_type": "gptj", "n_layer": 2}, "bare: this family has no pipeline plan"),
+        ({"model_type": "biogpt", "num_hidden_layers": 2}, "bare: this family has no pipeline plan"),
     ],
     ids=["no blocks", "blocks that the family does not name"],
 )

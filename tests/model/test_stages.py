@@ -210,7 +210,7 @@ def test_tied_embeddings_are_one_parameter_in_one_stage_and_refused_in_more() ->
     ("config", "message"),
     [
         (a_config(cut=5), r"run\.stages = 5.*4 blocks.*try run\.stages=4"),
-        (a_config("gptj", kv_heads=4, intermediate_size=384), "no pipeline plan.*Shoal only one of gpt2, bloom"),
+        (a_config("biogpt"), "no pipeline plan.*Shoal only one of gpt2, bloom"),
         (a_config("gpt2"), r"model\.kv_heads = 2 has no effect: gpt2 has no such field"),
         (a_config("gpt2", kv_heads=4), r"set model\.extra\.resid_pdrop=0\.0 model\.extra\.embd_pdrop=0\.0"),
         (a_config("gemma3"), r"try model\.family=gemma3_text"),

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -163,7 +164,8 @@ def shape(config: Config) -> Iterator[str]:
     place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"
     if not (place / "config.json").is_file():
         what = "has no config.json" if place.is_dir() else "is no directory"
-        yield f"{where} {what}; give a Hugging Face model directory, or a URL of one such as hf://OWNER/MODEL"
+        hub = config.model.path if re.fullmatch(r"[\w.-]+/[\w.-]+", config.model.path) else "OWNER/MODEL"
+        yield f"{where} {what}; give a Hugging Face model directory, or a URL of one such as hf://{hub}"
         return
     try:
         layers = problem.shape(config).layers
