@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tests.runtime.test_node import TINY
 
 from shoal import guest
+from shoal.api import generating
 from shoal.config import Config, to_tree
 from shoal.model import remote, stages, weights
 
@@ -264,6 +266,22 @@ def test_an_invite_says_the_url_and_a_guest_names_it_himself(url: str, tmp_path:
         ValueError, match=rf"this run wants to read a model: model.path = '{url}'.* name it yourself: model.path={url}"
     ):
         guest._look_up({"model.path": url}, "text", tmp_path)
+
+
+def test_nothing_is_fetched_for_a_visitor_because_an_invite_says_so(
+    server: Server, url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Invite(NamedTuple):
+        config: bytes = b""
+
+    data = msgspec.structs.replace(TINY.data, tokenizer=url)
+    monkeypatch.setattr(generating, "read_invite", lambda text, now: Invite())
+    monkeypatch.setattr(guest, "visitor", lambda packed, settings: msgspec.structs.replace(TINY, data=data))
+    server.sent_bytes = 0
+    with pytest.raises(ValueError, match=f"if that is right, name it: --tokenizer {url}"):
+        generating._invited("an invite", "")
+    assert server.sent_bytes == 0
+    assert generating._invited("an invite", url).tokenizer == url
 
 
 def test_adapters_name_the_hub_that_their_base_is_from(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from shoal.launcher import reach
 from shoal.launcher.files import adapter_files, rundir, saved
 from shoal.launcher.invite_text import invite_text
 from shoal.launcher.invites import Office
+from shoal.model import remote
 from shoal.transport.identity.invite import Authority, Invite, read_invite
 
 PASS_S = 3600.0 * 24  # the pass of a client's own connection
@@ -190,6 +191,8 @@ def _invited(text: str, tokenizer: str) -> Door:
         raise ValueError(
             "the invite does not say what the model's tokenizer is; name its directory with --tokenizer DIR"
         )
+    if not tokenizer and remote.is_url(named):  # nothing is fetched in a visitor's name because an invite says so
+        raise ValueError(f"the run's tokenizer lies at {named}; if that is right, name it: --tokenizer {named}")
     return Door(config, invite, b"", named)
 
 
@@ -362,7 +365,8 @@ def _tokenizer(name: str) -> Any:
 
     try:
         if name != "bytes":
-            return AutoTokenizer.from_pretrained(name)
+            place = remote.directory(name, Config().run.dir, weights=False) if remote.is_url(name) else name
+            return AutoTokenizer.from_pretrained(place)
         with tempfile.TemporaryDirectory() as folder:
             for file, content in ByteTokenizer().files().items():
                 (Path(folder) / file).write_bytes(content)
