@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
 import torch
 
 from shoal.config import Config, Device, Run, Train
@@ -30,6 +31,17 @@ def test_the_sum_of_a_step_tells_how_many_microbatches_were_added() -> None:
     for count in (1, 2, 3, 4):
         assert one.backward(torch.zeros(1), None, torch.zeros(2, 9))[1] == 1.0
         assert torch.equal(one.sum, torch.full((one.length,), count / 4))
+
+
+def test_a_backward_computed_again_has_its_shape_and_adds_nothing() -> None:
+    """Of preference pairs, whose gradients have half the rows of what goes forwards."""
+    config = a_config()
+    data = msgspec.structs.replace(config.data, format="preference")
+    one = Emulated(msgspec.structs.replace(config, data=data), 1, sleep=lambda seconds: None)
+    (again, loss), summed = one.recompute(torch.zeros(1), None, torch.zeros(4, 9)), bool(one.sum.any())
+    first, first_loss = one.backward(torch.zeros(1), None, torch.zeros(4, 9))
+    assert again is not None and first is not None and again.shape == first.shape
+    assert loss == first_loss and not summed
 
 
 def test_an_emulated_peer_loads_neither_transformers_nor_a_model() -> None:

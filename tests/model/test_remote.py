@@ -109,6 +109,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_what_is_said_of_reading_is_no_part_of_a_commands_output(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote.local(at(url, tmp_path))
+    shown = capsys.readouterr()
+    assert not shown.out and url in shown.err
+
+
 @pytest.mark.parametrize("stage", range(2))
 def test_a_stage_of_a_url_is_that_of_the_directory_and_reads_no_other_weights(
     url: str, server: Server, folder: Path, tmp_path: Path, stage: int

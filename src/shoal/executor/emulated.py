@@ -47,11 +47,15 @@ class Emulated:
             raise ValueError("the last stage runs back from tokens, every other one from a gradient")
         self._sleep(self._backward_s)
         self.sum += self._share
-        return None if self._first else self._back, 1.0 if self._last else None
+        return self._answer()
 
     def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
         self._sleep(self._backward_s)
-        return None if self._first else self._boundary, 1.0 if self._last else None
+        return self._answer()
+
+    def _answer(self) -> tuple[Tensor | None, float | None]:
+        """Of a backward."""
+        return None if self._first else self._back, 1.0 if self._last else None
 
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         self._sleep(self._forward_s)

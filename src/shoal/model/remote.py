@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -126,7 +127,12 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def local(config: Config, tell: Tell = print) -> Config:
+def show(text: str) -> None:
+    """Beside a command's output, which another program may read (--json)."""
+    print(text, file=sys.stderr)
+
+
+def local(config: Config, tell: Tell = show) -> Config:
     """The configuration with directories of this machine, below run.dir, for a model or a tokenizer at a URL. Weights come later.
 
     ValueError: nothing there can be read."""
@@ -140,7 +146,7 @@ def local(config: Config, tell: Tell = print) -> Config:
     return msgspec.structs.replace(config, model=model, data=data)
 
 
-def directory(url: str, runs: str, tell: Tell = print, *, weights: bool = True) -> str:
+def directory(url: str, runs: str, tell: Tell = show, *, weights: bool = True) -> str:
     """What stands for the model at that URL here, below `runs`. It is made once. `weights`: else the tokenizer alone. ValueError: it
     cannot be read, or is no model."""
     url = url.rstrip("/")
