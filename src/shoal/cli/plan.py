@@ -91,9 +91,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.dtfm:
         return _dtfm(args)
-    tree = remote.local(
-        load(args)
-    )  # the plan chooses run.stages and run.peers, so the file's own need not fit one another
+    # The plan chooses run.stages and run.peers, so the file's own need not fit one another
+    tree = remote.local(load(args))
     preflight.refuse(_faults(args, tree))
     problem = problem_of(tree, args.cluster, args.wiring, args.uneven, args.swap)
     if args.check:

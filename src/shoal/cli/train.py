@@ -69,9 +69,8 @@ def main(args: argparse.Namespace) -> int:
 
         print("reading the model and the data", flush=True)
         run = checkpoints.authority(directory) if args.resume else None
-        alone = trainer_alone(
-            config, resumed.first_step, run
-        )  # before what an earlier run left is set aside: it may refuse
+        # Before what an earlier run left is set aside: it may refuse
+        alone = trainer_alone(config, resumed.first_step, run)
         if not args.resume:
             rundir.set_aside(directory)
         alone.belong_to(checkpoints.authority(directory))

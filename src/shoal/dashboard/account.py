@@ -55,9 +55,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     begun: int = 0  # of a step that had begun when the run was ended before its last step
     counted_twice: int
-    undone: int = (
-        0  # committed, given up by going back to a checkpoint, and issued and committed again; in no other count
-    )
+    # Committed, given up by going back to a checkpoint, and issued and committed again; in no other count
+    undone: int = 0
     recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
     skipped: int = 0  # of those committed, the ones of steps that changed nothing
     adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted

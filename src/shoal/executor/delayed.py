@@ -60,9 +60,8 @@ class Delayed:
         self._begun: object = None  # mark: the copies to compute with are loaded, and the parameters may change
         self.length = inner.length
         self._names = [name.removeprefix(MODEL) for name in inner.state() if name.startswith(MODEL)]
-        self._saved = [
-            value.detach().clone() for value in inner.computing
-        ]  # the older version, while the newest computes
+        # The older version, while the newest computes
+        self._saved = [value.detach().clone() for value in inner.computing]
         self._older = True  # the version before the newest computes; at first they are the same
         self._updating = False
         self._version = 0

@@ -30,15 +30,13 @@ from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS, Pace
 from shoal.sim.tasks.storage import Blob
 
-JITTER = (
-    1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
-)
+# The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
+JITTER = 1.1
 CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
-AGAIN = (
-    1000  # incarnations between two machines on one slot: a process that ends itself is started again as the next one
-)
+# Incarnations between two machines on one slot: a process that ends itself is started again as the next one
+AGAIN = 1000
 SETTLED_S = 30.0  # who lives shorter than that is not waited for at the beginning
 VALUE_BYTES = 12  # of a parameter and its moments
 PARTS = Parts.__struct_fields__
@@ -126,9 +124,8 @@ class _Clock:
         self.busy = [0.0] * job.stages
         self.round_open = self.failed = False  # of the step: a round, and whether one was begun and did not end
         self._job, self._now = job, 0.0
-        self._working_s = (
-            0.0  # of the step, that microbatches took so far: compute and network are told apart at its end
-        )
+        # Of the step, that microbatches took so far: compute and network are told apart at its end
+        self._working_s = 0.0
         self._done: dict[int, dict[str, float]] = {}  # parts when a version was made
 
     def spend(self, now: float, view: m.View | None, living: set[m.Peer]) -> None:
@@ -213,9 +210,8 @@ class ExactRun(Swarm):
         world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
         self.context.watch = _Watch(self.settings, world, lambda: self.kernel.now)
         self.delivery.sample = 1 << 62  # messages are the tests' to encode
-        self._breaks = (
-            job.patience.detection_s < job.patience.heartbeat_timeout_s
-        )  # connections, when a machine goes; else silence
+        # Connections, when a machine goes; else silence
+        self._breaks = job.patience.detection_s < job.patience.heartbeat_timeout_s
         self.delivery.refused = float(self._breaks)
         self.clock = _Clock(job)
         self.tally = Tally()

@@ -28,9 +28,8 @@ from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
 from shoal.planner.prediction.step import Step, predict
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are played
-PLAYS = (
-    4  # of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
-)
+# Of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
+PLAYS = 4
 Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
 
 
@@ -42,9 +41,8 @@ class StepTime(msgspec.Struct, frozen=True):
     agreeing_s: float
     compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
     stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
-    reduced_s: tuple[
-        float, ...
-    ] = ()  # of averaging_s: when a replica of each stage has all sums, on average; (): at the end
+    # Of averaging_s: when a replica of each stage has all sums, on average; (): at the end
+    reduced_s: tuple[float, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -221,9 +219,8 @@ class Aggregated:
                 continue
             present = np.unique(kinds)
             links_Bps = job.machines.bandwidth_Bps[np.ix_(present, present)]
-            pair_Bps = float(
-                links_Bps[links_Bps > 0].min()
-            )  # 0: the only machine of its kind has no link to another of it
+            # 0: the only machine of its kind has no link to another of it
+            pair_Bps = float(links_Bps[links_Bps > 0].min())
             delay_s = float(job.machines.delay_s[np.ix_(present, present)].max())
             line_Bps = float(self._rates.line_Bps[present].min())
             rows = row_lengths(len(kinds))

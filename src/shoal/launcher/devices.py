@@ -130,9 +130,8 @@ def _refuse_unusable(device: str, kind: str, root: Path) -> None:
 def _card_lists(inherited: Mapping[str, str], root: Path) -> dict[str, list[str]]:
     """The cards by the variable that names them: those of inherited lists, else all of NVIDIA's; {} where none is known."""
     lists = {name: [card.strip() for card in inherited[name].split(",")] for name in LISTS if inherited.get(name)}
-    count = (
-        0 if any(name in inherited for name in LISTS) else len(list((root / NVIDIA).glob("*")))
-    )  # an empty list hides all
+    # An empty list hides all
+    count = 0 if any(name in inherited for name in LISTS) else len(list((root / NVIDIA).glob("*")))
     return lists or ({LISTS[0]: [str(card) for card in range(count)]} if count else {})
 
 

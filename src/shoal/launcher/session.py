@@ -50,9 +50,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float | None = None  # after which the run is saved and ended
     command: str = ""  # that goes on with the run, or takes part again
     view: Terminal = msgspec.field(default_factory=Terminal)  # shows its progress
-    hear: Callable[[CommittedStep], object] = lambda step: (
-        None
-    )  # called in the launcher's loop with every new committed step
+    # Called in the launcher's loop with every new committed step
+    hear: Callable[[CommittedStep], object] = lambda step: None
 
 
 class Outcome(msgspec.Struct, frozen=True):

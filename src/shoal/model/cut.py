@@ -28,9 +28,8 @@ class Stage(Protocol):
     last: bool  # has a loss instead of a boundary tensor
     vocabulary: int | None  # tokens must be below it; None = the model takes no token ids
     paired: bool  # samples are preference pairs, whose rows pass it with adapters and without (layers/pairs.py)
-    compared: list[
-        Tensor
-    ]  # margins of the pairs whose loss was computed since it was emptied; NaN for one that does not count
+    # Margins of the pairs whose loss was computed since it was emptied; NaN for one that does not count
+    compared: list[Tensor]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""

@@ -27,9 +27,8 @@ from shoal.numerics import pieces
 INT8_BLOCK = 1024  # 0.4 % of scales; blocks of 256 would take 1.6 % and err 7 % less
 PIECE = 1 << 17  # values per pass on a CPU, and worth another thread: 512 KiB fit its cache
 TINY = 2.0**-100  # a block whose values are all below becomes zeros: the inverse scale would not be finite
-LARGEST = (
-    127 / 64 * 2.0**127
-)  # an int8 scale: a little under the largest fp32 and bfloat16, so that no decoded value overflows
+# An int8 scale: a little under the largest fp32 and bfloat16, so that no decoded value overflows
+LARGEST = 127 / 64 * 2.0**127
 INT4_LARGEST = 2.0**120  # its decoded values are sums of 64
 NAMES = {  # of what `encode` writes, by the word of the configuration
     "none": codec.RAW,

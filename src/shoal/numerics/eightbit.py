@@ -51,9 +51,8 @@ def codebook(signed: bool, device: str = "cpu") -> Codebook:
     """The codebook of signed or unsigned values."""
     values = torch.tensor(_dynamic(signed), dtype=torch.float32)
     shift = 32 - UPPER_BITS
-    bits = (torch.arange(1 << UPPER_BITS) << shift) + (
-        1 << (shift - 1)
-    )  # the middle of the values with these upper bits
+    # The middle of the values with these upper bits
+    bits = (torch.arange(1 << UPPER_BITS) << shift) + (1 << (shift - 1))
     of_bits = bits.to(torch.int32).view(torch.float32).nan_to_num(0.0).clamp(-1.0, 1.0)
     codes = torch.bucketize(of_bits, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     return Codebook(values.to(device), codes.to(device))

@@ -51,9 +51,8 @@ class TensorSpan(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-_SPANS = msgspec.json.Decoder(
-    TensorSpan
-)  # at import: msgspec 0.22 crashes when two threads decode a type for the first time
+# At import: msgspec 0.22 crashes when two threads decode a type for the first time
+_SPANS = msgspec.json.Decoder(TensorSpan)
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -79,9 +79,8 @@ class Bookings:
             key = (heartbeat.epoch, heartbeat.work, heartbeat.stage, booking.index)
             other = self._bookers.get(key, peer)
             if other != peer and view is not None:
-                members = [
-                    (member.peer, member.stage) for member in view.members
-                ]  # a peer that was removed and rejoined at another stage has no old books
+                # A peer that was removed and rejoined at another stage has no old books
+                members = [(member.peer, member.stage) for member in view.members]
                 if all((one, heartbeat.stage) in members for one in (peer, other)):
                     yield f"microbatch {booking.index} stage {heartbeat.stage}, also by {other}"
             self._bookers[key] = peer
@@ -356,9 +355,8 @@ class Durability:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._reported: dict[
-            int, tuple[m.Peer, int, int]
-        ] = {}  # by step: who said so, copies, machines that died since
+        # By step: who said so, copies, machines that died since
+        self._reported: dict[int, tuple[m.Peer, int, int]] = {}
 
     def reported(self, peer: m.Peer, text: str) -> None:
         match = re.fullmatch(r"step (\d+) saved at .*?(?: in (\d+) copies)?", text)

@@ -25,9 +25,8 @@ class Delivery:
     """`swallows`: whether a hostile peer keeps a message from arriving."""
 
     def __init__(self, context: Context, processes: Processes) -> None:
-        self.clients: dict[
-            m.Peer, Callable[[m.Peer, m.Message | None], None]
-        ] = {}  # no peers: they send texts; None: unreachable
+        # No peers: they send texts; None: unreachable
+        self.clients: dict[m.Peer, Callable[[m.Peer, m.Message | None], None]] = {}
         self.swallows: Callable[[m.Peer, m.Peer, Values], bool] = lambda source, target, values: False
         self._context = context
         self._processes = processes

@@ -37,9 +37,8 @@ class SimulatedLink(msgspec.Struct):
 
 class SimulatedUplink(msgspec.Struct):
     bandwidth_Bps: float
-    free_s: list[float] = msgspec.field(
-        default_factory=lambda: [0.0] * RANKS
-    )  # when the last blob of each rank has left
+    # When the last blob of each rank has left
+    free_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
 
 
 class Network:

@@ -255,9 +255,8 @@ class Relays:
 
     def __init__(self, identity: Identity, membership: Membership, tell: Callable[[str], None] = log.info) -> None:
         self._announce: Callable[[tuple[str, ...]], None] = lambda routes: None
-        self.moved: list[
-            Callable[[tuple[str, ...]], None]
-        ] = []  # called in the owner's loop: other addresses from now on
+        # Called in the owner's loop: other addresses from now on
+        self.moved: list[Callable[[tuple[str, ...]], None]] = []
         self.service = RelayService(identity.key_id, membership, tell)
         self._identity, self._membership = identity, membership
         self._loop = BackgroundLoop("shoal relay")

@@ -36,9 +36,8 @@ ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 1
 SLICES = 8  # of a piece: one is gathered while the next is reduced, the last is gathered alone
 SLICE_VALUES = 1 << 16  # of a chunk, at least, where owners are even: one fragment of the transport
 SPARED = 0.9  # of the time that even owners take must be enough, or they stay even
-COLUMNS = (
-    2  # in which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
-)
+# In which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
+COLUMNS = 2
 
 
 class Role(msgspec.Struct, frozen=True):

@@ -44,10 +44,8 @@ class Claims:
         self._settings = settings
         self._raised_at = float("-inf")  # when a claim last raised the term
         self._claimed_at: dict[str, float] = {}  # leader: when the peer of each key last claimed a higher term
-        self._stood_down: tuple[int, float] = (
-            0,
-            float("-inf"),
-        )  # how often claims deposed this leader; not again before
+        # How often claims deposed this leader; not again before
+        self._stood_down: tuple[int, float] = 0, float("-inf")
 
     def count(self, peer: Peer, voters: int, leading: bool, now: float) -> bool:
         """Whether the claim of `peer` takes effect now. `voters`: how many others a leader has."""
@@ -79,12 +77,10 @@ class Election:
         self.election_at: float | None = None
         self._name, self._settings, self._rng, self._views = name, settings, rng, views
         self._claims = Claims(settings)
-        self._pledged = (
-            0  # highest term in which this peer voted for another or accepted a proposal: it never returns below
-        )
-        self._cast: tuple[int, Peer] | None = (
-            None  # the last vote for another, which stands when the term returns to it
-        )
+        # Highest term in which this peer voted for another or accepted a proposal: it never returns below
+        self._pledged = 0
+        # The last vote for another, which stands when the term returns to it
+        self._cast: tuple[int, Peer] | None = None
 
     @property
     def leading(self) -> bool:

@@ -37,9 +37,8 @@ from shoal.core.replica_state import TEXT, drop
 from shoal.core.server.server import Server
 from shoal.core.timers import soonest
 
-PENDING_S = (
-    0.5  # between two messages that a request waits or runs: a client hears nothing else of a peer that computes
-)
+# Between two messages that a request waits or runs: a client hears nothing else of a peer that computes
+PENDING_S = 0.5
 PATIENCE_S = 1.0  # that a request waits for hops of training: under full load one runs each second
 QUEUE = 16  # requests that wait, each with the tensor of MOST_POSITIONS at most
 SESSIONS = 256  # whose keys and values are kept

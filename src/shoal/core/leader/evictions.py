@@ -28,10 +28,8 @@ AGE = 64  # steps after which it is forgotten whom a peer has accused
 FEW = 2  # peers that one peer may accuse in any case; more only if they are less than a third
 DIFFERS, TIES = 3, 2  # times that a replica's values differ before it is evicted; from those of one peer alone
 KEPT = 256  # keys that a view remembers
-GROWS, GROWN = (
-    4.0,
-    4,
-)  # a pause grows by this with each eviction, so many times: finding it out again costs the others seconds
+# A pause grows by this with each eviction, so many times: finding it out again costs the others seconds
+GROWS, GROWN = 4.0, 4
 OPPONENTS = 2  # peers that one differs with, each time its word against the other's, before it is evicted
 WORDS = 8  # newest complaints of one accuser that are kept
 

@@ -21,9 +21,8 @@ LOAD_HOLDS = 20.0  # of ready_timeout_s: for a joiner's next chunk, six of 16 Mi
 STEPS = 8.0  # usual steps that a member may take to hold the one that is trained
 LAST_BEATS = 24.0  # for the last of a round to get done when all others are,
 ROUNDS = 4.0  # or so many times what it took them
-HEAR_BEATS = (
-    3.0  # from the first Waits to a verdict: the other participants' arrive meanwhile, or what was asked for again
-)
+# From the first Waits to a verdict: the other participants' arrive meanwhile, or what was asked for again
+HEAR_BEATS = 3.0
 FRESH_BEATS = 2.5  # for which a Waits counts: it is repeated with every beat, and a message may be lost
 FREED_BEATS = 12.0  # for a replica's sums to come, once what it waited for itself has come
 SOON_BEATS = 24.0  # for which it need not be in vain yet
@@ -140,9 +139,8 @@ class RoundWatch:
         self._waits: dict[Peer, Waits] = {}
         self._judged_at = float("-inf")
         self._busy: set[Peer] = set()
-        self._freed: dict[
-            Peer, float
-        ] = {}  # what these waited for came, the first time; only then could they make their sums
+        # What these waited for came, the first time; only then could they make their sums
+        self._freed: dict[Peer, float] = {}
 
     def forgive(self, gap_s: float, now: float) -> None:
         """Messages that arrived while this process was stopped are still to be read."""

@@ -22,9 +22,8 @@ from shoal.core.messages import Member, Peer
 # on three stages of equal work move to and fro with the noise of their measured rates.
 MARGIN = 0.5
 MOVE_S = 60.0  # what a move takes if nobody knows better: the download of a stage of some GB
-REST_MOVES = (
-    5.0  # a peer that moved, and the way back between two stages, rest for so many moves' time, up to twice that
-)
+# A peer that moved, and the way back between two stages, rest for so many moves' time, up to twice that
+REST_MOVES = 5.0
 AT_ONCE = 4  # one of so many members may be moving: more would make the others serve downloads instead of microbatches
 SLOWEST, FASTEST = 0.1, 10.0  # what a measured speed may say of a peer, relative to the usual one
 

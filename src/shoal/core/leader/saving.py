@@ -34,10 +34,8 @@ from shoal.core.messages import (
 
 PUBLISHER = -1  # in the place of a stage
 SOURCE = "replica"  # in the place of a place
-REPEAT_BEATS, DOUBLED = (
-    4,
-    4,
-)  # requests are repeated, since messages vanish: after so many beats, then after twice as many, so many times
+# Requests are repeated, since messages vanish: after so many beats, then after twice as many, so many times
+REPEAT_BEATS, DOUBLED = 4, 4
 HOLDERS = 4  # that a copy is downloaded from
 
 Place = str
@@ -69,9 +67,8 @@ class Saving:
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage, or PUBLISHER: who could not, and why
         self.refused: dict[tuple[int, Place], str] = {}  # copies of that stage's shard are not kept there
         self.paths: dict[Place, str] = {}  # where it is visible
-        self.asked: dict[
-            tuple[int, Place], tuple[Peer, float, int]
-        ] = {}  # stage and SOURCE or place -> whom, when, how often
+        # Stage and SOURCE or place -> whom, when, how often
+        self.asked: dict[tuple[int, Place], tuple[Peer, float, int]] = {}
 
     @property
     def idle(self) -> bool:

@@ -23,20 +23,16 @@ QUIET_BEATS = 20.0  # without a booking, before owners are asked; also how long 
 FLOORS = 2.0  # or of min_request_timeout_s,
 HOPS = 8.0  # or so many microbatches of the slowest peer
 GAPS = 3.0  # or so many times the longest that this step or the one before has had,
-KNOWN, SHORT = (
-    4,
-    10.0,
-)  # after so many steps: or sooner, after so many times the longest that any of these has had, but not than FLOORS
+# After so many steps: or sooner, after so many times the longest that any of these has had, but not than FLOORS
+KNOWN, SHORT = 4, 10.0
 TOO_LONG = 4.0  # times as long is too long for any hop, also where its owner knows nothing of that stage and is told that it runs
 FIRST = 4.0  # times as long for the first booking of a step: it has all hops before it
 ANSWER_BEATS = 10.0  # for an owner to say where its microbatch is
 SLOW = 2  # servers that an owner has given up on with one hop: the owner may be at fault
 STRIKES = 3  # times that others had to take over from an owner,
 AGE = 64  # in so many steps
-REST, LONGER = (
-    4,
-    4,
-)  # steps for which an owner gets no microbatches after a takeover, and times as many after each further one
+# Steps for which an owner gets no microbatches after a takeover, and times as many after each further one
+REST, LONGER = 4, 4
 ASKED = 16  # microbatches that are asked after at a time
 
 

@@ -70,9 +70,8 @@ class Hops:
         self._queue: dict[tuple[bool, Index], Job] = {}
         self._running: Job | None = None
         self._void: dict[str, Job] = {}  # running, but of a step or a state that is void
-        self._books: dict[
-            int, Book
-        ] = {}  # by step: of the one computed and, with delayed updates, of the one beside it
+        # By step: of the one computed and, with delayed updates, of the one beside it
+        self._books: dict[int, Book] = {}
         self._declined = Declined(settings, replica)
         self._asks: dict[Peer, BooksRequest] = {}
         self.pace = Pace(settings, replica)

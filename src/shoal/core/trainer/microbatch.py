@@ -125,12 +125,10 @@ class Microbatch(msgspec.Struct, eq=False):
     fails: int = 0  # failures in a row
     next: Peer = ""  # who was chosen, and charged, for the hop that comes next
     loss: float | None = None  # as the last stage has reported it
-    asked: dict[NextHop, dict[Peer, None]] | None = msgspec.field(
-        default_factory=dict
-    )  # for each hop so far; None: another owner has asked as well
-    lost: dict[Peer, int] = msgspec.field(
-        default_factory=dict
-    )  # how often what those should hold could not be had from them
+    # For each hop so far; None: another owner has asked as well
+    asked: dict[NextHop, dict[Peer, None]] | None = msgspec.field(default_factory=dict)
+    # How often what those should hold could not be had from them
+    lost: dict[Peer, int] = msgspec.field(default_factory=dict)
 
     def abandon(self) -> None:
         """Give up the forward in flight; a late answer is still welcome."""

@@ -33,9 +33,8 @@ BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SW
 COLD_S = 1.0  # used without a plan and without measurements: SWARM's figure
 PATIENCE = 4.0  # a hop is slow after so many times its usual duration
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
-CAUGHT_UP = (
-    2.0  # a planned peer that was too slow is chosen again when it takes at most so many times its stage's usual
-)
+# A planned peer that was too slow is chosen again when it takes at most so many times its stage's usual
+CAUGHT_UP = 2.0
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
@@ -71,9 +70,8 @@ class Replica(msgspec.Struct, eq=False):
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
     misses: int = 0  # requests that timed out since its last answer
-    unserved: list[
-        Peer
-    ] = []  # since its last result: who had made what the hops needed that it was late with or could not do; '': nobody
+    # Since its last result: who had made what the hops needed that it was late with or could not do; '': nobody
+    unserved: list[Peer] = []
     unserved_at: float = 0.0  # when the first of those was found
     withheld: list[Peer] = []  # since a tensor that it made was had: who could not get one
     withheld_at: float = 0.0
@@ -190,9 +188,8 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
-        self._turns: list[list[Peer]] = [
-            [] for _ in range(settings.stages)
-        ]  # by stage, in the same order at every trainer
+        # By stage, in the same order at every trainer
+        self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]
         self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:

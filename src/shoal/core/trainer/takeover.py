@@ -11,9 +11,8 @@ import msgspec
 
 from shoal.core.messages import Books, Index, Peer, Stage
 
-BOOKS_AGAIN = (
-    8  # BooksRequest is first repeated after min_request_timeout_s / 8: every microbatch taken over waits for it
-)
+# BooksRequest is first repeated after min_request_timeout_s / 8: every microbatch taken over waits for it
+BOOKS_AGAIN = 8
 
 
 class Group(msgspec.Struct, eq=False):

@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 DONORS = 3  # replicas that a download is spread over
 CHUNKS_AT_ONCE = 2  # in flight from one donor: one travels while the other is read
-COLD_Bps, COLD_BYTES = (
-    5e6,
-    16 << 20,
-)  # at which a chunk is thought to come before one has; at most so large, whatever is offered
+# At which a chunk is thought to come before one has; at most so large, whatever is offered
+COLD_Bps, COLD_BYTES = 5e6, 16 << 20
 RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long,
 DOUBLED = 4  # and twice as long, at most so many times, after each donor given up since the last chunk arrived
 

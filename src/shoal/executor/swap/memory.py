@@ -27,13 +27,11 @@ log = logging.getLogger(__name__)
 ALIGN = 256  # bytes: the alignment of allocators; with less, matrix kernels may add in another order
 
 CUDA_BLOCK = 512  # bytes: PyTorch's allocator rounds up to it
-CUDA_SPARE = (
-    128 << 20
-)  # bytes: workspaces of matrix kernels (32 MiB on an H100), and the ends of the allocator's segments
+# Bytes: workspaces of matrix kernels (32 MiB on an H100), and the ends of the allocator's segments
+CUDA_SPARE = 128 << 20
 CPU_SPARE = 176 << 10  # bytes: workspaces inside of oneDNN's bf16 kernels; measured: 163 kB
-CUDA_CAPPED = (
-    2 * CUDA_SPARE
-)  # bytes: below this limit the allocator is not capped, since its first segments may exceed it
+# Bytes: below this limit the allocator is not capped, since its first segments may exceed it
+CUDA_CAPPED = 2 * CUDA_SPARE
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 

@@ -32,9 +32,8 @@ SLOW_BY = 10.0
 CUT_S = 12.0  # long enough to be removed, then back
 HOLE_S = 120.0  # found out by what does not come, so it takes longer than a cut
 LAG_S = 20.0
-LAG = AccessLink(
-    delay_s=0.3, up_Bps=1e6
-)  # a bad mobile line: ten times the delay and a tenth of the bandwidth of a usual one
+# A bad mobile line: ten times the delay and a tenth of the bandwidth of a usual one
+LAG = AccessLink(delay_s=0.3, up_Bps=1e6)
 EXAMPLE = '[[act]] at = "30 s", kind = "kill", who = "stage 1"'
 
 
@@ -48,18 +47,16 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     kind: Kind
-    who: str = (
-        "anyone"  # a label such as p3, "stage 1", "leader", "member" (it trains) or "anyone" (it may still be starting)
-    )
+    # A label such as p3, "stage 1", "leader", "member" (it trains) or "anyone" (it may still be starting)
+    who: str = "anyone"
     every: bool = False  # all that `who` names, not one of them
     length_s: float = 0.0
     by: float = SLOW_BY
     off: str = ""  # the far ends of the links, named as in `who`; "" = all others
     direction: Direction = "both"  # seen from `who`
     link: AccessLink = LAG
-    on: str = (
-        ""  # not before such a moment (injection_points.py) is seen in the trace of one of `who`, and then to that one
-    )
+    # Not before such a moment (injection_points.py) is seen in the trace of one of `who`, and then to that one
+    on: str = ""
     why: str = ""
 
     def __str__(self) -> str:

@@ -91,9 +91,8 @@ class _Probe:
     def __init__(self, outlook: Outlook, horizon_s: float, tell: Callable[[int, float], None]) -> None:
         self._outlook, self._horizon_s, self._tell = outlook, horizon_s, tell
         self._began_s = time.monotonic()
-        self._first: tuple[float, float] | None = (
-            None  # seconds of this clock and simulated ones: what begins a run is no measure
-        )
+        # Seconds of this clock and simulated ones: what begins a run is no measure
+        self._first: tuple[float, float] | None = None
 
     def __call__(self, seed: int, now: float) -> None:
         self._tell(seed, now)

@@ -35,9 +35,8 @@ def attach(model: PreTrainedModel, blocks: list[nn.Module], config: Config) -> N
             " set model.extra.router_aux_loss_coef=0.0 to train without it"
         )
     recorder = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = (
-        getattr(recorder, "target_class", ()) if getattr(recorder, "index", None) == 0 else ()
-    )  # else no plain router
+    # Else no plain router
+    kind = getattr(recorder, "target_class", ()) if getattr(recorder, "index", None) == 0 else ()
     routers = [module for block in blocks for module in block.modules() if isinstance(module, kind)]
     if not routers:
         raise ValueError(

@@ -59,9 +59,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     flops: float  # sustained, per second
     memory_bytes: float = 0.0  # of all its cards
     cards: int = 1  # device.count of its peer
-    cards_efficiency: float = (
-        0.8  # of several: their speed together over the sum; assumed, as no machine with several was measured
-    )
+    # Of several: their speed together over the sum; assumed, as no machine with several was measured
+    cards_efficiency: float = 0.8
     host_memory_bytes: float = 0.0  # beside it, for swapping
     host_Bps: float = 25e9  # between the two, one way: PCIe 4
     up_Bps: float = 0.0

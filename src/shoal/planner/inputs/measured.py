@@ -10,9 +10,8 @@ import msgspec
 from shoal.escaping import UNDECODABLE, escaped
 from shoal.planner.inputs.cluster import Device, device_of
 
-DEVICE_FILE = (
-    "device.toml"  # `shoal probe` writes it; a peer that is started beside it answers `shoal probe --run` with its text
-)
+# `shoal probe` writes it; a peer that is started beside it answers `shoal probe --run` with its text
+DEVICE_FILE = "device.toml"
 _FIELDS = ("memory_bytes", "host_memory_bytes", "host_Bps", "up_Bps", "down_Bps", "disk_Bps")
 
 

@@ -36,12 +36,10 @@ class Need(msgspec.Struct, frozen=True):
     host_bytes: float = 0.0
     checkpointed_bytes: float = 0.0  # device_bytes with activation checkpointing; 0: it is no choice
     kept_bytes: float = 0.0  # boundary tensors kept until the step commits, in the host's memory too
-    outer_bytes: float = (
-        0.0  # of local steps: parameters at the start of the round and their momentum, in the host's memory
-    )
-    stepping_bytes: float = (
-        0.0  # of a local or outer step, besides outer_bytes, where device and host share their memory
-    )
+    # Of local steps: parameters at the start of the round and their momentum, in the host's memory
+    outer_bytes: float = 0.0
+    # Of a local or outer step, besides outer_bytes, where device and host share their memory
+    stepping_bytes: float = 0.0
     graph_bytes: float = 0.0  # device bytes of a forward whose activations are kept
     collected_bytes: float = 0.0  # of each of several cards: what is whole there while it computes
 

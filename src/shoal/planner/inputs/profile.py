@@ -18,9 +18,8 @@ MOMENTS_BYTES = {
     "float32": 8.0,
     "8bit": 2.0 + 8.0 / 256,
 }  # per parameter, of AdamW's two, by train.moments: codes with scales
-LOGITS = (
-    1 << 24
-)  # exist at a time (model/layers/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
+# Exist at a time (model/layers/vocabulary.py): 64 MiB in fp32, enough for full speed of matrix kernels
+LOGITS = 1 << 24
 FORWARD, BACKWARD = 1.0, 3.0  # FLOPs of a hop in forwards: a backward that recomputes
 
 
@@ -47,9 +46,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes: int  # of parameters in compute, and of boundary tensors
     inflight: int = 4  # microbatches a trainer drives at once; 0: as many as fill the lines
     rows: int = 1  # of a sample: a preference pair has two
-    passes: int = (
-        1  # of each row through the stages: one more without gradient where pairs are compared with the frozen base
-    )
+    # Of each row through the stages: one more without gradient where pairs are compared with the frozen base
+    passes: int = 1
 
     @property
     def microbatch_tokens(self) -> int:
@@ -75,9 +73,8 @@ class Part(msgspec.Struct, frozen=True):
     passed_bytes: float = 0.0  # made once for all blocks of a stage: those, and masks
     frozen_bytes: float = 0.0  # of parameters that are not trained
     back_flops: float | None = None  # of its backward, besides a forward that it recomputes; None: of two forwards
-    reference_flops: float = (
-        0.0  # among flops: of rows that have no gradient, which only the last stage's backward computes again
-    )
+    # Among flops: of rows that have no gradient, which only the last stage's backward computes again
+    reference_flops: float = 0.0
 
 
 COUNTED = "FLOPs and bytes counted on the meta device"

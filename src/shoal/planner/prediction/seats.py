@@ -28,9 +28,8 @@ class Seats(msgspec.Struct, frozen=True):
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
-    line_rates: tuple[
-        int, ...
-    ] = ()  # of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
+    # Of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
+    line_rates: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

@@ -42,10 +42,8 @@ DRAWN, DRAWN_MOST = 0.07, 1000  # of the budget prices placements in blocks, and
 CHAINS, KEPT = 6, 2  # that begin, and that go on
 BEGUN = 0.4  # of a chain's way, until it is told which go on
 LEAST = 20  # evaluations per chain that begins; with fewer there are fewer
-WARM, COLD = (
-    6e-3,
-    1.5e-4,
-)  # temperature at the start and the end, of the best start's cost; few stages of many start warmer
+# Temperature at the start and the end, of the best start's cost; few stages of many start warmer
+WARM, COLD = 6e-3, 1.5e-4
 COOLING = 3.0  # a chain's last proposals make e^-3 as many matchings as its first
 GUIDE, GUIDE_END = 1.0, 0.02  # weight of the second term at the start and the end
 

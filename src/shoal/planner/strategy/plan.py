@@ -33,9 +33,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float = 0.0  # predicted, on the device where it is most
     microbatch_s: float = 0.0  # predicted compute of one microbatch on its slowest device, forward and backward
     gradient_bytes: float = 0.0  # that its replicas average
-    kept_bytes: float = (
-        0.0  # of boundary tensors that each of its peers keeps in memory until the step commits, at most
-    )
+    # Of boundary tensors that each of its peers keeps in memory until the step commits, at most
+    kept_bytes: float = 0.0
     kept_activations: int = -1  # forwards whose activations each of its peers keeps; -1: as memory is left when it runs
 
 
@@ -89,15 +88,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runners_up: tuple[str, ...] = ()  # in words
     peers: tuple[PeerPlan, ...] = ()  # by seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
-    line_rates: tuple[
-        int, ...
-    ] = ()  # by seat, of its line, kB/s: who owns how much of a round follows them; empty: all own as much
+    # By seat, of its line, kB/s: who owns how much of a round follows them; empty: all own as much
+    line_rates: tuple[int, ...] = ()
     microbatch: int = 0  # sequences
     inflight: int = 0  # microbatches that an owner drives at once
     boundary_bytes: float = 0.0  # of one microbatch between two stages
-    activations: str = (
-        ""  # how tensors travel: network.activations, gradients and averaging; "": as the configuration says
-    )
+    # How tensors travel: network.activations, gradients and averaging; "": as the configuration says
+    activations: str = ""
     gradients: str = ""
     averaging: str = ""
     local_steps: int = 0  # train.local_steps; 0: as the configuration says

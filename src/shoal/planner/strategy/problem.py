@@ -31,9 +31,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     uneven: bool = False  # stages may differ in their number of blocks by more than one
     swapping: bool = False  # a stage may be larger than its device
     travel: codec.Travel = codec.Travel()
-    counted: Profile | None = (
-        None  # of the model itself, with `counted_sequences` in a microbatch; else by formula from its shape
-    )
+    # Of the model itself, with `counted_sequences` in a microbatch; else by formula from its shape
+    counted: Profile | None = None
     counted_sequences: int = 1
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     moments: str = "float32"  # train.moments

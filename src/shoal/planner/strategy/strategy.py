@@ -32,9 +32,8 @@ PLAYED = 4  # numbers of stages whose step is played, the best by the rough form
 EVERY = 12  # up to so many blocks or devices every number of stages is looked at
 WIRED_PEERS = 256  # more are wired stochastically: a table of routes would be as long as the run is wide
 WIRED = 2  # options, the best ones, whose step is also played with planned wiring
-PLANNED_GAIN = (
-    1.03  # planned wiring must be so many times as fast: the stochastic one adapts to what the plan does not know
-)
+# Planned wiring must be so many times as fast: the stochastic one adapts to what the plan does not know
+PLANNED_GAIN = 1.03
 RELAXATIONS = ("uneven", "swapping")  # fields of a problem that allow more placements
 ALIKE = 0.05  # by so much a model's size by formula may differ from what was counted
 

@@ -53,9 +53,8 @@ class Copies:
         self._store, self._stages = store, stages
         self._storage, self._catalog = store.catalog.storage, store.catalog
         self._about: dict[int, bytes] = {}  # the bundle of small files, by step
-        self._offered: dict[
-            tuple[int, str], tuple[list[tuple[str, int]], int]
-        ] = {}  # names and sizes; bytes of a chunk
+        # Names and sizes; bytes of a chunk
+        self._offered: dict[tuple[int, str], tuple[list[tuple[str, int]], int]] = {}
         self._incoming: dict[tuple[int, str], Incoming] = {}
 
     def carry_out(self, task: OfferShard | RunCopy) -> Result:

@@ -90,9 +90,8 @@ class Unreadable(ValueError):
     """Why a training.json is none of this version's: 'damaged: ...' or 'foreign: ...'."""
 
 
-_DECODER = msgspec.json.Decoder(
-    Training
-)  # at import: msgspec 0.22 crashes when two threads decode a type for the first time
+# At import: msgspec 0.22 crashes when two threads decode a type for the first time
+_DECODER = msgspec.json.Decoder(Training)
 
 
 def encoded(training: Training) -> bytes:

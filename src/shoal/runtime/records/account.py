@@ -44,9 +44,8 @@ class CommittedStep(msgspec.Struct, frozen=True):
     stages: int = 0  # of the session that committed it; a later one may cut otherwise; 0: unknown
     microbatches: int = 0  # of this step; 0: unknown
     saved: int = 0  # the step of the newest checkpoint at this commit
-    away: int = (
-        0  # so many steps before it were committed while no peer of this machine took part: the members count them
-    )
+    # So many steps before it were committed while no peer of this machine took part: the members count them
+    away: int = 0
     tally: Tally | None = None  # of an old one, whose commit has no groups, digests and joiners any more
 
     def commits(self, other: Committed) -> bool:
@@ -108,17 +107,14 @@ class CommitHistory:
         self._returns = returns
         self._first_step_of_epoch: dict[int, int] = {}  # epoch -> the first step that it trained, as far as reported
         self._steps: dict[int, CommittedStep] = {step.commit.step: step for step in before}
-        self._ordered: tuple[int, tuple[CommittedStep, ...]] = (
-            -1,
-            (),
-        )  # at that number of changes: several views a second ask
+        # At that number of changes: several views a second ask
+        self._ordered: tuple[int, tuple[CommittedStep, ...]] = -1, ()
         self._missing: dict[int, int] = {}  # microbatches that a stage lacks, by step of this session
         self._short = 0  # all earlier steps are short
         self._shorten(max(self._steps, default=-1))
         sizes = {step.commit.step: step.microbatches or microbatches for step in before}
-        self._before = sum(
-            sizes.get(number, microbatches) for number in range(first_step)
-        )  # microbatches of all earlier sessions
+        # Microbatches of all earlier sessions
+        self._before = sum(sizes.get(number, microbatches) for number in range(first_step))
 
     def agree(self, view: View, now: float) -> CommittedStep | None:
         """Add an agreed view. Returns its commit when it is new and valid."""

@@ -17,9 +17,8 @@ from shoal.runtime.checkpoints import checkpoint
 log = logging.getLogger(__name__)
 
 REASON_LENGTH = 1000  # of a failure, in letters; core's Text holds 2000
-SHORT_HOPS = (
-    3  # in a row for which memory ran out: another program's peak passes, a microbatch that never fits does not
-)
+# In a row for which memory ran out: another program's peak passes, a microbatch that never fits does not
+SHORT_HOPS = 3
 
 
 class DoesNotFit(ValueError):

@@ -34,9 +34,8 @@ class Sums:
     def __init__(self, config: Config) -> None:
         self.averaging = Averaging(config)
         self.reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
-        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = (
-            None  # key of the round, values so far, target
-        )
+        # Key of the round, values so far, target
+        self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None
 
     def cut(self, task: Cut, executor: Executor) -> list[Held]:
         """The chunks of the executor's contribution that `task` names. ValueError: the bounds do not fit."""

@@ -187,9 +187,8 @@ class TaskRunner:
             self._lanes["average"].thread.join(max(0.0, until_s - time.monotonic()))
             self._stepped.set()  # a step whose turn has not come is not made, and nobody waits for it
         for lane in self._lanes.values():
-            lane.thread.join(
-                max(0.0, until_s - time.monotonic())
-            )  # daemons: a storage that hangs does not keep the process
+            # Daemons: a storage that hangs does not keep the process
+            lane.thread.join(max(0.0, until_s - time.monotonic()))
         self._outgoing.close(max(0.0, until_s - time.monotonic()))
 
     def _carry_out(self, work: Callable[[], Result], task: Task, done: Answer, spent_s: float) -> None:

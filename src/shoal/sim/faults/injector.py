@@ -96,9 +96,8 @@ class Injector:
     def victim(self, rng: Random) -> Node | None:
         """A living peer that the run can lose, or None."""
         happenings = self.context.case.happenings
-        whole = not (
-            happenings.losses or happenings.absences
-        )  # a stage that may be lost at once may be lost bit by bit
+        # A stage that may be lost at once may be lost bit by bit
+        whole = not (happenings.losses or happenings.absences)
         candidates = [node for node in self.processes.nodes.values() if node.available]
         rng.shuffle(candidates)
         if rng.random() < LEADER:

@@ -36,13 +36,8 @@ Sent = tuple[m.Message, tuple[Blob, ...]]
 FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one type
 NAG_S = 0.25  # between two messages of those who do one thing again and again
 ABSENT_S = 5.0  # until somebody whose process does not live tries again
-BY_DRIVER = (
-    m.Override,
-    m.Ping,
-    m.Pong,
-    m.Measure,
-    m.Measured,
-)  # never reach a machine, or only with the operator's signature
+# Never reach a machine, or only with the operator's signature
+BY_DRIVER = m.Override, m.Ping, m.Pong, m.Measure, m.Measured
 FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
 
 

@@ -169,9 +169,8 @@ class Gossip:
     async def start(self) -> None:
         family, where = await resolved(self._bound, self._port)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections of the session before may linger
+        # Connections of the session before may linger
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind(where)
             self._listener.listen(256)

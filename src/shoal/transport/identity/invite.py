@@ -45,9 +45,8 @@ class _Written(ArrayStruct, frozen=True):
 
     title: _Name
     addresses: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=257)], ...], msgspec.Meta(max_length=32)]
-    keys: Annotated[
-        bytes, msgspec.Meta(min_length=_KEYS_BYTES, max_length=_KEYS_BYTES)
-    ]  # authority, its signature, seed
+    # Authority, its signature, seed
+    keys: Annotated[bytes, msgspec.Meta(min_length=_KEYS_BYTES, max_length=_KEYS_BYTES)]
     issued: Seconds
     lifetime_s: Seconds
     peers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PEERS)]

@@ -28,17 +28,14 @@ UNSENT_S = 0.02  # of bulk or more, what it sends in this time: on a busy machin
 UNSENT_MOST_BYTES = 4 << 20
 MEASURE_S = 0.004  # between two questions to the system
 RESUME_S = 0.005  # after which whoever found no room looks again
-STUCK_S, HEARD_S = (
-    3.0,
-    1.0,
-)  # bulk that stands for so long, while control to that peer was acknowledged so lately: an MTU black hole
+# Bulk that stands for so long, while control to that peer was acknowledged so lately: an MTU black hole
+STUCK_S, HEARD_S = 3.0, 1.0
 BLACK_HOLE = "small packets arrive and large ones do not: the next connection has smaller ones"
 WATCH_S = 1.0
 LOOK_S = 0.05  # after which whoever waits for the system looks at its way again
 BBR = b"bbr"
-SILENT_S = (
-    0.2  # and four round trips without an acknowledgement: that line carries nothing, and the others do not wait for it
-)
+# And four round trips without an acknowledgement: that line carries nothing, and the others do not wait for it
+SILENT_S = 0.2
 # Of Linux's tcp_info: a segment's bytes; segments on their way, and acknowledged out of turn; ms since the last acknowledgement; round
 # trip in us; bytes acknowledged, and unsent; the shortest round trip; bytes per second
 TCP_INFO = struct.Struct("16xI4xII24xI8xI48xQ16xII8xQ")

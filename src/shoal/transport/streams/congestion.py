@@ -29,10 +29,8 @@ BASE_S = 30.0  # after which the base is measured anew, at a few round trips' lo
 FIRST_BYTES = 256 << 10  # of an uplink that has not been measured
 LEAST_WINDOW_BYTES = 64 << 10  # of any
 LEAST_BYTES = 16 << 10  # that are worth a call of the system
-UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = (
-    0.01,
-    1 / 10,
-)  # of queue: a time, and a part of the round trip; a busy machine writes late
+# Of queue: a time, and a part of the round trip; a busy machine writes late
+UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = 0.01, 1 / 10
 ROUND_S = 0.02  # at least
 STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
 MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
@@ -175,9 +173,8 @@ class UplinkWindow:
         self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds that used the window
         self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of the same
         self.queue_s = 0.0  # common to all connections, in the last round
-        self._foreign_s = self._foreign_until = (
-            0.0  # of the queue: it belongs to others, or the way has become longer; and for how long
-        )
+        # Of the queue: it belongs to others, or the way has become longer; and for how long
+        self._foreign_s = self._foreign_until = 0.0
 
     def is_roomy(self, outstanding_bytes: int) -> bool:
         """Far from full, beside those."""
