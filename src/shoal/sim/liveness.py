@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.consensus.certificates import can_agree
+from shoal.core.leader.evictions import pause_s
 from shoal.core.messages import Peer, View
 from shoal.sim.checkers import progress
 from shoal.sim.context import Context
@@ -42,7 +43,8 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s:
+            barred_s = pause_s(newest.evicted, node.name, context.settings) if node.condition.was_unlike else 0.0
+            if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 continue
             if node.condition.leaving:
                 self._check_leaver(node.name, newest)

@@ -212,7 +212,16 @@ class Pauses:
         if key not in self._since:
             return float("-inf")
         times, since = self._since[key]
-        return since + self._settings.ban_s * GROWS ** min(times - 1, GROWN)
+        return since + _pause_s(times, self._settings)
+
+
+def pause_s(evicted: Iterable[Evicted], peer: Peer, settings: Settings) -> float:
+    """For how many seconds that peer's key may not join after its newest eviction; 0: it was never evicted."""
+    return next((_pause_s(one.times, settings) for one in evicted if one.key == key_of(peer)), 0.0)
+
+
+def _pause_s(times: int, settings: Settings) -> float:
+    return settings.ban_s * GROWS ** min(times - 1, GROWN)
 
 
 def evicting(before: tuple[Evicted, ...], evicted: Iterable[Peer]) -> tuple[Evicted, ...]:

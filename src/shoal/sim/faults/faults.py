@@ -145,7 +145,7 @@ def unlike(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     """Every optimizer step gives it other bits than the others, until everything heals."""
     node = injector.victim(rng)
     if node is not None:
-        node.condition.away = node.runner.oddities.unlike = True
+        node.condition.away = node.condition.was_unlike = node.runner.oddities.unlike = True
 
         def over(_: object) -> None:
             node.condition.away = node.runner.oddities.unlike = False
