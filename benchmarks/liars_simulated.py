@@ -33,7 +33,8 @@ LOOK_S = 0.25
 MIXED = ("withhold", "held", "missing", "gone", "mute", "digest", "coming", "idle")
 KINDS = (
     "withhold", "held", "missing", "refuse", "busy", "idle", "coming", "gone", "mute", "rate", "delay",
-    "sums", "norm", "digest", "wrong", "noise", "invent", "overflow", "books", "far", "complain", "culprit", "waits", "unable", "mixed",
+    "sums", "norm", "digest", "wrong", "noise", "invent", "poison", "lazy",
+    "overflow", "books", "far", "complain", "culprit", "waits", "unable", "mixed",
 )  # fmt: skip
 
 

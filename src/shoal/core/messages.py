@@ -13,13 +13,12 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 26  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 27  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Nobody = Annotated[str, msgspec.Meta(max_length=128)]  # a peer, or "": none
 Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=4)]
-Suspects = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Term = Annotated[int, msgspec.Meta(ge=0, le=2**32)]  # times ROUNDS_PER_TERM it is still a Count
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
@@ -393,13 +392,11 @@ class Leave(Wire, frozen=True):
 
 class Complaint(Wire, frozen=True):
     """Member to leader, about a member. `faulty`: what it sent is wrong (shapes, values). `unreachable`: it answers me nothing. `stale`,
-    about myself: my state is not the stage's, I must download it again. `differs`: I have computed a hop of it again, and the result is
-    another; `others` gave me what I compared, so that it may be their fault."""
+    about myself: my state is not the stage's, I must download it again."""
 
     about: Peer
     reason: Text
-    kind: Literal["faulty", "unreachable", "stale", "differs"] = "faulty"
-    others: Suspects = ()
+    kind: Literal["faulty", "unreachable", "stale"] = "faulty"
 
 
 class StandingRequest(Wire, frozen=True):
@@ -634,38 +631,6 @@ class Refused(Wire, frozen=True):
     reason: Text
 
 
-class Check(Wire, frozen=True):
-    """Owner to another replica of the stage: `of` has run that hop of my microbatch. Compute it again, book nothing, and compare. Answer:
-    Checked. Blob 0 is the tokens as with Forward and Backward. The stage's input lies with `input_from`, the gradient of its output with
-    `grad_from`, and what `of` has made of them with `result_from`. `others`: whoever else may have sent one of them. `loss`: that the last
-    stage has reported."""
-
-    epoch: Count
-    step: Count
-    index: Index
-    stage: Stage
-    view: Count
-    backward: bool
-    of: Peer
-    input_from: Nobody = ""
-    grad_from: Nobody = ""
-    result_from: Nobody = ""
-    others: Suspects = ()
-    loss: float | None = None
-
-
-class Checked(Wire, frozen=True):
-    """Replica to owner. `unable`: a tensor has not come, or the step is over."""
-
-    epoch: Count
-    step: Count
-    index: Index
-    stage: Stage
-    backward: bool
-    of: Peer
-    outcome: Literal["same", "differs", "unable"]
-
-
 class BooksRequest(Wire, frozen=True):
     """New owner to server: which microbatches have you booked? Answered once the view is `view` or newer and nothing
     that a former owner sent is running."""
@@ -766,6 +731,80 @@ class Reduced(Wire, frozen=True):
     digest: Digest
     norm_sq: float
     sums: Annotated[tuple[OwnedSums, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class AuditRequest(Wire, frozen=True):
+    """Leader to a participant of a round whose sums are made: which tensors have you used and made in this step? `seed`: of the signs of
+    their sketches, drawn now. Answer: AuditAnswer. docs/design/2026-11-24-audited-steps.md"""
+
+    epoch: Count
+    step: Count
+    round: Count
+    seed: Digest
+
+
+class TensorRecord(Value, frozen=True):
+    """A boundary tensor of the step as a replica holds it, `stage` and `gradient` as in BoundaryTensor; at the stage and in the direction
+    that have none, the microbatch's tokens. `source`: who sent it; "": it was made here. No sketch of tokens."""
+
+    index: Index
+    stage: Stage
+    gradient: bool
+    digest: Digest
+    source: Nobody = ""
+    sketch: Sketch = Sketch()
+
+
+class AuditAnswer(Wire, frozen=True):
+    """What every booked hop has used, and what was made here and is still held."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    records: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=2**16)] = ()
+
+
+class AuditedHop(Value, frozen=True):
+    """A booked backward: who holds its input and the gradient of its output; "": there is none, or it is the tokens."""
+
+    index: Index
+    input_from: Nobody = ""
+    grad_from: Nobody = ""
+
+
+class RecomputeRequest(Wire, frozen=True):
+    """Leader to another replica of the stage of `of`: compute those hops again, add nothing to your sum. Answer: Recomputed."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    of: Peer
+    seed: Digest
+    hops: Annotated[tuple[AuditedHop, ...], msgspec.Meta(max_length=2**16)]
+
+
+class RecomputedHop(Value, frozen=True):
+    """What came in, by digest, and sketches of what was made of it, after the same code. `loss`: at the last stage."""
+
+    index: Index
+    tokens: Digest = ""
+    input: Digest = ""
+    grad: Digest = ""
+    output: Sketch = Sketch()
+    gradient: Sketch = Sketch()
+    loss: float | None = None
+
+
+class Recomputed(Wire, frozen=True):
+    """`parts`: sketches of the sum of all the hops' gradients, one for each owner of chunks, by the signs of Reduced; () where those are
+    not known. No hops: I could not."""
+
+    epoch: Count
+    step: Count
+    round: Count
+    of: Peer
+    hops: Annotated[tuple[RecomputedHop, ...], msgspec.Meta(max_length=2**16)] = ()
+    parts: Annotated[tuple[Sketch, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class RoundWaits(Wire, frozen=True):
@@ -1046,9 +1085,10 @@ class NotServed(Wire, frozen=True):
 Message = (
     Lead | Propose | Accept | VoteRequest | Vote | Heartbeat | Join | JoinRefused | Redirect | Leave | Complaint | Dismissed
     | Forward | Backward | Output | Gradient | Recall | Cancel | Cancelled | Busy | Refused | BooksRequest | Books
-    | Query | Pending | Check | Checked
+    | Query | Pending
     | BoundaryTensor | TensorRequest | TensorPending | TensorGone | Missing
     | Round | ReduceChunk | GatherChunk | Resend | Reduced | RoundFailed | RoundWaits | BookerRequest | Booker
+    | AuditRequest | AuditAnswer | RecomputeRequest | Recomputed
     | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | CopyRequest
     | PublishRequest | Published
     | StandingRequest | Standing | Override
@@ -1060,7 +1100,6 @@ Message = (
 BULK = (
     Forward,
     Backward,
-    Check,
     BoundaryTensor,
     ReduceChunk,
     GatherChunk,
@@ -1082,7 +1121,7 @@ def rank(message: Message) -> int:
             return 0
         case BoundaryTensor():
             return 0 if message.gradient else 1
-        case Forward() | Check():
+        case Forward():
             return 1
         case GatherChunk():
             return 2 if message.first else 3
@@ -1138,7 +1177,6 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     scores: tuple[float, ...] = ()
     digests: tuple[str, ...] = ()
     sketches: tuple[Sketch, ...] = ()
-    distance: float = 0.0  # of two results of a hop, as a share of the norm of the one made here
 
 
 class Done(Event, frozen=True):
@@ -1323,19 +1361,39 @@ class RunBackward(TaskBase, frozen=True):
     heldout: bool = False
 
 
-class RunCheck(TaskBase, frozen=True):
-    """RunForward, or `backward` RunBackward, whose result is compared with blob `result` ('' where there is none) and not kept; nothing is
-    added to the sum. Result: distance; loss at the last stage."""
+class Describe(TaskBase, frozen=True):
+    """Result: the digest of each of `blobs`, and with a `seed` a sketch of each tensor by its signs."""
+
+    lane = "read"
+    purpose = "hop"
+    inputs = ("blobs",)
+    blobs: tuple[str, ...]
+    seed: str = ""
+
+
+class RunAudit(TaskBase, frozen=True):
+    """RunBackward of another replica's hop: the gradient is added to a sum beside the step's, which the `first` hop begins. Result: digests
+    of the tokens, of `x` and of `grad` ('' where there is none, or it is the tokens), sketches of the output and of the gradient of `x`,
+    by the signs of `seed`; loss at the last stage."""
 
     purpose = "hop"
-    inputs = ("x", "grad", "result")
+    inputs = ("x", "grad")
     step: int
     index: int
     stage: int
-    backward: bool
     x: str
     grad: str
-    result: str
+    seed: str
+    first: bool
+
+
+class EndAudit(TaskBase, frozen=True):
+    """Give up the sum that RunAudit has made. Result: sketches of its slices from `bounds[i]` to `bounds[i+1]`, by the signs of
+    `digests[i]`."""
+
+    purpose = "hop"
+    bounds: tuple[int, ...] = ()
+    digests: tuple[str, ...] = ()
 
 
 class Cut(TaskBase, frozen=True):
@@ -1551,7 +1609,8 @@ class Forget(TaskBase, frozen=True):
 
 
 Task = (
-    Fetch | RunForward | RunBackward | RunCheck | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export | ReadChunk | CheckChunk
+    Fetch | RunForward | RunBackward | Describe | RunAudit | EndAudit | Cut | AddRow | Add | Gather | Apply | Reset | Init | Export
+    | ReadChunk | CheckChunk
     | Import | Blend | RunSave | RunPublish | OfferShard | ReadShard | WriteChunk | RunCopy | Infer | Forget
 )  # fmt: skip
 
@@ -1595,8 +1654,9 @@ class Settings(msgspec.Struct, frozen=True):
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
     averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
-    spot_checks: float = 0.0  # share of a new peer's hops that another replica computes again; 0: none
+    spot_checks: float = 0.0  # share of the steps in which another replica computes a new peer's hops again; 0: none
     spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ
+    part_tolerance: float = 0.01  # of the norm of a replica's part of a round, likewise, encoding included
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none

@@ -24,6 +24,8 @@ from shoal.core.messages import (
     Accept,
     Asked,
     Asker,
+    AuditAnswer,
+    AuditRequest,
     Backward,
     Barred,
     BlobRef,
@@ -32,7 +34,6 @@ from shoal.core.messages import (
     BooksRequest,
     BoundaryTensor,
     Cancel,
-    Check,
     Chunk,
     ChunkRequest,
     Command,
@@ -65,6 +66,8 @@ from shoal.core.messages import (
     Query,
     Recall,
     Received,
+    Recomputed,
+    RecomputeRequest,
     Redirect,
     ReduceChunk,
     Reduced,
@@ -112,13 +115,14 @@ TO_LEADER = (
     NonFinite,
     Saved,
     Published,
+    AuditAnswer,
+    Recomputed,
 )
 ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
-FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest)
+FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest, AuditRequest, RecomputeRequest)
 SERVER = (
     Forward,
     Backward,
-    Check,
     Query,
     Recall,
     Cancel,
@@ -145,7 +149,7 @@ class PeerMachine:
         self.trainer = Trainer(name, settings, rng)
         self.transfer = StateTransfer(name, settings, rng, self.server)
         self.inference = InferenceServer(name, settings, self.server)
-        self.leader_role = LeaderRole(name, settings, self.register)
+        self.leader_role = LeaderRole(name, settings, self.register, rng.random)
         self.roster = Roster(name, outside=not found)
         self.admission = Admission(settings, self.roster, self.register, self.server, found)
         self.relay = OverrideRelay(settings, self.roster, self.register)

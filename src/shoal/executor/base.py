@@ -149,18 +149,17 @@ def rewards(executor: Executor) -> Rewards | None:
 class Recomputing(Protocol):
     """An executor that computes another replica's backward again."""
 
-    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        """What `backward` returns. Nothing is added to `sum`, and gradients of parameters are not computed."""
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None, into: Tensor) -> HopResult:
+        """Of `backward`; what that adds to `sum` is added to `into`, of the same kind, instead. A ValueError spoils `into`."""
         ...
 
 
-def recompute(
-    executor: Executor, x: Tensor, grad: Tensor | None, tokens: Tensor | None
-) -> tuple[Tensor | None, float | None]:
-    """ValueError: this executor cannot."""
-    if not isinstance(executor, Recomputing):
-        raise ValueError("this peer checks no backwards: only a resident stage on one device does")
-    return executor.recompute(x, grad, tokens)
+class HopResult(NamedTuple):
+    """Of a hop that was computed again: the output (None at the last stage), the gradient of the input, and the loss."""
+
+    output: Tensor | None
+    gradient: Tensor | None
+    loss: float | None
 
 
 class BoundaryShape(NamedTuple):

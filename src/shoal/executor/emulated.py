@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, microbatches
-from shoal.executor.base import NotFinite, boundary, boundary_gradient, copy_state_, digest_of
+from shoal.executor.base import HopResult, NotFinite, boundary, boundary_gradient, copy_state_, digest_of
 
 
 class Emulated:
@@ -49,9 +49,10 @@ class Emulated:
         self.sum += self._share
         return self._answer()
 
-    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None, into: Tensor) -> HopResult:
         self._sleep(self._backward_s)
-        return self._answer()
+        into += self._share
+        return HopResult(None if self._last else self._boundary, *self._answer())
 
     def _answer(self) -> tuple[Tensor | None, float | None]:
         """Of a backward."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.config import Config, microbatches, slices, token_rows
 from shoal.core.messages import Rewards
-from shoal.executor.base import DTYPES, NotFinite, base_of, out_of_memory, with_base
+from shoal.executor.base import DTYPES, HopResult, NotFinite, base_of, out_of_memory, with_base
 from shoal.executor.graphs import Graph, Graphs
 from shoal.executor.inputs import BackwardInput, add_, check_ends, check_input, cut, joined, outcome, parted
 from shoal.executor.master import Master
@@ -81,7 +81,8 @@ class Resident:
         graphs = self.graphs.take([part.x for part in slices])
         try:
             results = [
-                self._slice_back(part, references[at], graphs[at] if graphs else None) for at, part in enumerate(slices)
+                self._slice_back(part, references[at], graphs[at] if graphs else None, self._sums)[1:]
+                for at, part in enumerate(slices)
             ]
         except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
@@ -98,8 +99,9 @@ class Resident:
         return torch.split(reference, self._slice)
 
     def _slice_back(
-        self, part: BackwardInput, reference: Tensor | None, graph: Graph | None
-    ) -> tuple[Tensor | None, float | None]:
+        self, part: BackwardInput, reference: Tensor | None, graph: Graph | None, sums: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None, float | None]:
+        """What was differentiated, the gradient of the input and the loss; the parameters' gradients are added to `sums`."""
         x = part.x if graph is None else graph.x
         variables = list(self.computing)
         if not self._stage.first:
@@ -112,30 +114,24 @@ class Resident:
             raise NotFinite("the stage's gradient is not finite")
         grad_x = None if self._stage.first else gradients.pop()
         if self._dtype == torch.float32:
-            torch._foreach_add_(self._sums, gradients)
+            torch._foreach_add_(list(sums), gradients)
         else:
-            for into, gradient in zip(self._sums, gradients, strict=True):
+            for into, gradient in zip(sums, gradients, strict=True):
                 add_(into, gradient)
-        return grad_x, None if loss is None else float(loss)
+        return y.detach(), grad_x, None if loss is None else float(loss)
 
-    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, float | None]:
-        x = self._input(x)
+    def recompute(self, x: Tensor, grad: Tensor | None, tokens: Tensor | None, into: Tensor) -> HopResult:
+        x, sums = self._input(x), self._master.views(into)
         check_ends(self._stage, x, grad, tokens)
         x, reference = parted(self._stage, x)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
-        results = [self._again(part, of) for part, of in zip(slices, self._references(slices, reference), strict=True)]
+        ys, results = list[Tensor](), list[tuple[Tensor | None, float | None]]()
+        for part, compared in zip(slices, self._references(slices, reference), strict=True):
+            y, *result = self._slice_back(part, compared, None, sums)
+            ys.append(y)
+            results.append((result[0], result[1]))
         self._stage.compared.clear()  # rewards are those of backwards
-        return joined(results)
-
-    def _again(self, part: BackwardInput, reference: Tensor | None) -> tuple[Tensor | None, float | None]:
-        x = part.x if self._stage.first else part.x.requires_grad_()
-        with torch.enable_grad():
-            y, grad_y, loss = outcome(self._stage, part._replace(x=x), None, reference)
-            y = y if loss is None else y / self._parts
-            grad_x = None if self._stage.first else torch.autograd.grad(y, [x], grad_y)[0]
-        if grad_x is not None and not finite(grad_x):
-            raise NotFinite("the stage's gradient is not finite")
-        return grad_x, None if loss is None else float(loss)
+        return HopResult(None if self._stage.last else self._output(ys, reference), *joined(results))
 
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         # Texts have any length, for which compiled blocks would be compiled again and again.

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from shoal.core.allreduce.layout import Layout, Role
 from shoal.core.messages import Add, AddRow, Cut, Gather, Peer
 
 Work = Cut | AddRow | Add | Gather
+
+
+class SummedChunk(msgspec.Struct, frozen=True):
+    """Values `start` to `stop` of the gradient, whose sum has that digest; `owner`: the place in the group of who added it up."""
+
+    start: int
+    stop: int
+    owner: int
+    digest: str
 
 
 class Piece(msgspec.Struct):
@@ -50,3 +61,9 @@ def own_parts(piece: Piece) -> tuple[str, ...]:
     if not is_checked(piece.layout):
         return ()
     return tuple("" if number in piece.role.adds else piece.cut[number] for number in piece.role.receives)
+
+
+def summed(layout: Layout, group: Sequence[Peer], digests: Sequence[str]) -> list[SummedChunk]:
+    """The chunks of a piece that is gathered; `digests` are empty where sums are not checked."""
+    bounds = zip(layout.bounds[:-1], layout.bounds[1:], layout.owners, digests, strict=False)
+    return [SummedChunk(start, stop, group.index(owner), digest) for start, stop, owner, digest in bounds]

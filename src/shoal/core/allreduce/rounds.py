@@ -22,7 +22,16 @@ import msgspec
 from shoal.core.allreduce.checked import SumChecks
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
-from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, sums_for_others
+from shoal.core.allreduce.piece import (
+    Piece,
+    SummedChunk,
+    Work,
+    is_checked,
+    missing_from,
+    own_parts,
+    summed,
+    sums_for_others,
+)
 from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
     Add,
@@ -65,6 +74,7 @@ class Current(msgspec.Struct):
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     checks: SumChecks = msgspec.field(default_factory=SumChecks)
+    summed: list[SummedChunk] = []
     reduced: Reduced | None = None
 
 
@@ -183,6 +193,13 @@ class Rounds:
             and self._stage < len(last.digests)
             and last.digests[self._stage] == reduced.digest
         )
+
+    def summed(self, round_: int) -> tuple[SummedChunk, ...]:
+        """The chunks of that round whose sums are checked against their parts; () where it is not gathered here, or they are not."""
+        current = self._current
+        if current is None or current.reduced is None or current.message.round != round_:
+            return ()
+        return tuple(current.summed)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -308,6 +325,7 @@ class Rounds:
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
                 current.checks.on_gathered(current.piece.layout.owners, done.result)
+                current.summed = current.summed + summed(current.piece.layout, current.group, done.result.digests)
                 if not task.last:
                     return self._next_piece(current, now)
                 self._times.end(now - current.began, current.lost)

@@ -5,7 +5,7 @@ accusers with different keys. Where only one other peer can see it, one accuser 
 accuses several alone, is evicted itself: it cannot receive, or it lies. A replica whose values differ from those of its stage's others
 downloads its state again, and is evicted at the third time; at the second where it was one peer's word against another's: they cannot
 go on together, and whoever stays meets a third. Of two words that of the peer with fewer such opponents counts, and whoever has two goes.
-A hop that was computed twice with other results is a word about several (findings.py).
+Of two that say something else of a tensor, one is wrong (audits/findings.py).
 For facts.py, which asks, and rules/removal.py, which evicts; all of this is forgotten with the leader, but how often a key was evicted,
 which is in the View.
 """
@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from shoal.core.leader.findings import Finding, Findings
-from shoal.core.messages import Complaint, Evicted, Member, Peer, Settings, Stage
+from shoal.core.leader.audits.comparing import Unlike
+from shoal.core.leader.audits.findings import LEAST, Finding, Findings
+from shoal.core.messages import Evicted, Member, Peer, Settings, Stage
 from shoal.core.names import invite_of, key_of
 
 COMPLAINTS = 3  # before a peer is evicted: one may be a damaged message
@@ -110,21 +111,24 @@ class Conduct:
             return accuser, f"accuses {', '.join(sorted(only))} of what no other peer sees, the last: {reason}"
         return None
 
-    def recomputed(self, accuser: Peer, complaint: Complaint, serving: Mapping[Peer, Stage]) -> Verdict | None:
-        """`accuser` has computed a hop of another replica of its stage again with another result. Parameters that differ are another
-        matter. A stage's only replica is taken at its word: it can lie about all that it holds, and nobody else could bring its tensors."""
-        accused, others = complaint.about, complaint.others
-        if accuser == accused or serving.get(accuser) != serving[accused] or not serving.keys() >= set(others):
-            return None
-        replicas = Counter(serving.values())
-        doubtful = frozenset(key_of(peer) for peer in others if replicas[serving[peer]] > 1)
-        finding = Finding(key_of(accuser), key_of(accused), doubtful)
-        verdict = None if self.differed_now & finding.suspects else self._findings.add(finding)
-        if verdict is None:
-            return None
-        guilty = next(peer for peer in (accused, accuser, *others) if key_of(peer) == verdict[0])
-        why = f"computes wrongly, or sends what it has not computed: {complaint.reason}, says {accuser}"
-        return self.alone(accuser, guilty, why) if verdict[1] else (guilty, why)
+    def unlike(self, pairs: Iterable[Unlike], serving: Mapping[Peer, Stage]) -> list[Verdict]:
+        """Each time one of two is wrong. Parameters that differ are another matter, and a stage's only replica is taken at its word: it can
+        lie about all that it holds. Of two that differ no more is counted than convicts, one by one, so that whom several contradict is
+        found before anybody's single word counts."""
+        replicas, turns = Counter(serving.values()), dict[frozenset[str], list[Unlike]]()
+        for one in pairs:
+            known = one[0] in serving and one[1] in serving and key_of(one[0]) != key_of(one[1])
+            if known and all(replicas[serving[peer]] > 1 for peer in one[:2]):
+                turns.setdefault(frozenset(map(key_of, one[:2])), []).append(one)
+        verdicts = []
+        for at in range(LEAST):
+            for by, of, why in [said[at] for said in turns.values() if at < len(said)]:
+                finding = Finding(key_of(by), key_of(of))
+                verdict = None if self.differed_now & finding.suspects else self._findings.add(finding)
+                if verdict is not None:
+                    guilty, why = (of if verdict[0] == key_of(of) else by), f"contradicts others: {why}"
+                    verdicts.append(self.alone(by, guilty, f"{why}, says {by}") if verdict[1] else (guilty, why))
+        return verdicts
 
     def gives_up(self, peer: Peer) -> int:
         """It gave up a round and says that nobody is to blame; how often by now."""

@@ -7,27 +7,28 @@ survive the leader: what must not be forgotten is in the View, and a new leader 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.checked import WrongSums
 from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.answers import unfit
+from shoal.core.leader.audits.audits import Outcome
+from shoal.core.leader.audits.comparing import Case
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
-from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Verdict
+from shoal.core.leader.evictions import Dispute, Misfit, Verdict
+from shoal.core.leader.evidence import Chance, Evidence
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.progress import Progress
 from shoal.core.leader.requests import Requests
 from shoal.core.leader.saving import Saving
-from shoal.core.leader.stalls import Stalls, Takeovers
+from shoal.core.leader.stalls import Takeovers
 from shoal.core.messages import (
+    AuditAnswer,
     Booker,
     Command,
     Complaint,
     Heartbeat,
-    Index,
     Join,
     JoinRefused,
     Leave,
@@ -36,6 +37,7 @@ from shoal.core.messages import (
     NonFinite,
     Note,
     Peer,
+    Recomputed,
     Reduced,
     RoundFailed,
     RoundWaits,
@@ -53,39 +55,14 @@ JOINS = 256  # requests to join that are kept; a peer that is not among them rep
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
-OF_WORK = ("work", "epoch", "since", "started")  # of a view: what is computed under it
-Finding = Dispute | Misfit | Takeovers | WrongSums  # of a check (rules/order.py)
-
-
-class Evidence:
-    """What is held against whom, and who is to be removed or to download its state again, with the reason."""
-
-    def __init__(self, name: Peer, settings: Settings) -> None:
-        self.conduct = Conduct()
-        self.progress = Progress(name, settings)
-        self.stalls = Stalls(settings)
-        self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
-        self.takeovers: Takeovers | None = None  # who it is to be
-        self.guilty: dict[Peer, str] = {}  # to be evicted
-        self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
-        self.stale: dict[Peer, str] = {}  # members that must download their state again
-        self.resigns = ""  # why this peer should not lead
-        # Of what is computed now, by step, stage and microbatch: by the replica's key.
-        self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}
-
-    def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
-        self.progress.on_view(before, view, now)
-        self.conduct.keep(present, (one.key for one in view.evicted))
-        if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
-            self.stalls.on_step(now, first=before is None)
-        self.stalls.on_view(view)
-        self.reassigning, self.takeovers = {}, None
+Finding = Dispute | Misfit | Takeovers | WrongSums | Case  # of a check (rules/order.py)
 
 
 class Facts:
     """Call `on_view` with every agreed view and `on_message` with every message to the leader."""
 
-    def __init__(self, name: Peer, settings: Settings) -> None:
+    def __init__(self, name: Peer, settings: Settings, chance: Chance) -> None:
+        """`chance` gives numbers from 0 up to 1 that nobody else can foresee."""
         self.name, self.settings = name, settings
         self.known: Known = NOBODY  # the agreed view, and who is in it
         self.received_at: dict[Peer, float] = {}  # each peer's last message
@@ -94,7 +71,7 @@ class Facts:
         self.ledgers: dict[int, Ledger] = {}  # of the steps that are open: one, with delayed updates at most two
         self.load_failed: dict[Peer, LoadFailed] = {}  # who cannot load the checkpoint that all went back to
         self.requests = Requests(settings)
-        self.evidence = Evidence(name, settings)
+        self.evidence = Evidence(name, settings, chance)
         self.rounds = StepRounds()
         self.history = History()
         self.saving = Saving(settings)
@@ -310,6 +287,8 @@ class Facts:
                 self._on_nonfinite(peer, message)
             case Reduced() | RoundFailed() | RoundWaits():
                 return self._on_round(peer, message, now)
+            case AuditAnswer() | Recomputed():
+                self.judge(self.evidence.audits.on_message(peer, message, now))
             case Booker():
                 self._on_booker(peer, message)
                 self.evidence.stalls.on_answer(peer, message, now)
@@ -372,8 +351,6 @@ class Facts:
             return
         if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
             return
-        if complaint.kind == "differs":
-            return self.convict(self.evidence.conduct.recomputed(peer, complaint, self.serving))
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:
@@ -438,6 +415,13 @@ class Facts:
 
     # ---------------------------------------------------------------------------------------------------- verdicts
 
+    def judge(self, outcome: Outcome) -> None:
+        """What an audit has shown. Of one word against another the accuser's counts, once."""
+        conduct = self.evidence.conduct
+        words = [conduct.alone(by, of, why) for by, of, why in outcome.words]
+        for verdict in (*outcome.guilty, *words, *conduct.unlike(outcome.unlike, self.serving)):
+            self.convict(verdict)
+
     def convict(self, verdict: Verdict | None) -> None:
         """A leader cannot evict itself: it lets another lead, which judges anew."""
         if verdict is None:
@@ -454,6 +438,8 @@ class Facts:
         match finding:
             case Misfit():
                 self._on_misfit(finding.member)
+            case Case():
+                self.evidence.audits.draw(finding, now)
             case Takeovers():
                 self.evidence.stalls.settle(finding)
                 self.evidence.reassigning, self.evidence.takeovers = {}, finding

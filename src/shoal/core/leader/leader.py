@@ -15,6 +15,7 @@ import msgspec
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.register import Register
 from shoal.core.leader.averaging import ROUNDS_PER_TERM
+from shoal.core.leader.evidence import Chance
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules import checks, order, rounds
 from shoal.core.leader.rules.proposal import Proposal
@@ -27,15 +28,16 @@ SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 class Leader:
     """Call `lead` when this peer becomes leader, `on_view` with every view that is agreed then, `decide` after every event."""
 
-    def __init__(self, name: Peer, settings: Settings) -> None:
-        self.name, self.settings = name, settings
-        self.facts = Facts(name, settings)
+    def __init__(self, name: Peer, settings: Settings, chance: Chance) -> None:
+        """`chance`: see Facts."""
+        self.name, self.settings, self._chance = name, settings, chance
+        self.facts = Facts(name, settings, chance)
         self._begin(0)
 
     def _begin(self, term: int) -> None:
         self.term = term
         save = self.facts.requests.save
-        self.facts = Facts(self.name, self.settings)
+        self.facts = Facts(self.name, self.settings, self._chance)
         self.facts.requests.save = save
         self.stall = ""  # why nothing has been committed for long
         self._unserved = ""  # which stage nobody serves, in words
@@ -185,6 +187,8 @@ class Leader:
             return commands + self._open_round(view, now)
         if facts.scan:
             facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now))
+            facts.judge(facts.evidence.audits.tick(now))
+        commands += facts.evidence.audits.requests(current.message, now)
         late = [
             peer
             for peer, sent_at in current.sent_at.items()

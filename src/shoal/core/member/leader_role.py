@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.consensus.register import Register
+from shoal.core.leader.evidence import Chance
 from shoal.core.leader.leader import Leader
 from shoal.core.messages import Command, Message, Note, Peer, Send, Settings, View, Wire
 
@@ -10,8 +11,8 @@ from shoal.core.messages import Command, Message, Note, Peer, Send, Settings, Vi
 class LeaderRole:
     """peer.py calls `begin` in each term that this peer leads, then `decide` after each event, and `end` when it leads no longer."""
 
-    def __init__(self, name: Peer, settings: Settings, register: Register) -> None:
-        self.leadership = Leader(name, settings)
+    def __init__(self, name: Peer, settings: Settings, register: Register, chance: Chance) -> None:
+        self.leadership = Leader(name, settings, chance)
         self.led_at = float("-inf")  # when this peer led last
         self.barred: tuple[Peer, ...] = ()  # revoked by the run's authority
         self._name, self._register = name, register

@@ -45,6 +45,14 @@ class Key(NamedTuple):
     gradient: bool
 
 
+class HeldTensor(NamedTuple):
+    """A blob, its size in bytes and who sent it; "": it was made here."""
+
+    blob: str
+    nbytes: int
+    sender: Peer | str = ""
+
+
 class AwaitedTensor(msgspec.Struct):
     """A tensor that a hop waits for, until `due` from the first of `turns`. From myself: another peer was asked to send it here."""
 
@@ -70,7 +78,7 @@ class ActivationStore:
         self.nbytes = 0  # all that is kept
         self._bounded = 0  # of these, what the limit holds for
         self._name, self._settings, self._replica = name, settings, replica
-        self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order of their arrival
+        self.held: dict[Key, HeldTensor] = {}  # in the order of their arrival
         self._wants: dict[Key, AwaitedTensor] = {}
         self._failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # received, and not kept
@@ -79,16 +87,16 @@ class ActivationStore:
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self.held
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def blob(self, key: Key) -> str:
-        return self._held[key][0]
+        return self.held[key].blob
 
     def size(self, key: Key) -> int:
-        return self._held[key][1] if key in self._held else 0
+        return self.held[key].nbytes if key in self.held else 0
 
     @property
     def full(self) -> bool:
@@ -100,11 +108,11 @@ class ActivationStore:
 
     # ---------------------------------------------------------------------------------------------------- what is kept
 
-    def put(self, key: Key, blob: str, nbytes: int) -> list[Command]:
-        """Keep what was made here, or has come. A second copy is no use."""
-        if key in self._held:
+    def put(self, key: Key, blob: str, nbytes: int, sender: str = "") -> list[Command]:
+        """Keep what was made here, or has come from `sender`. A second copy is no use."""
+        if key in self.held:
             return drop((blob,))
-        self._held[key] = blob, nbytes
+        self.held[key] = HeldTensor(blob, nbytes, sender)
         self._no_room.pop(key, None)
         self._count(key, nbytes)
         return []
@@ -114,7 +122,7 @@ class ActivationStore:
         older than the view's step goes, hops do not notice."""
         view = self._replica.view
         step = -1 if view is None else view.step
-        over = [key for key in self._held if everything or key.step < step]
+        over = [key for key in self.held if everything or key.step < step]
         if goes_on:
             return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
         self._wants.clear()
@@ -124,21 +132,23 @@ class ActivationStore:
         self._sent.clear()
         return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
 
-    def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> list[Command]:
-        """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs."""
-        dropped: list[str] = []
+    def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> dict[Key, HeldTensor]:
+        """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs. The caller drops
+        these blobs."""
+        dropped: dict[Key, HeldTensor] = {}
         for always in (True, False):
-            for key in [key for key in self._held if key not in used and not self._made_gradient(key)]:
+            for key in [key for key in self.held if key not in used and not self._made_gradient(key)]:
                 if not self.full or not (always or force):
                     break
                 if not always or self._closed(key) or (key.microbatch in booked and self._of_now(key)):
-                    dropped.append(self._remove(key))
+                    dropped[key] = self.held[key]
+                    self._remove(key)
                     self._no_room[key] = None
-        return drop(tuple(dropped))
+        return dropped
 
     def under_way(self, booked: Collection[Index]) -> bool:
         """Something is kept for a hop that is not booked here yet: booking it will free memory."""
-        return any(key.microbatch not in booked and not self._made_gradient(key) for key in self._held)
+        return any(key.microbatch not in booked and not self._made_gradient(key) for key in self.held)
 
     def _made_gradient(self, key: Key) -> bool:
         return key.gradient and key.stage != self._replica.stage
@@ -151,9 +161,9 @@ class ActivationStore:
         return self._replica.view is not None and key.step < self._replica.view.work
 
     def _remove(self, key: Key) -> str:
-        blob, nbytes = self._held.pop(key)
-        self._count(key, -nbytes)
-        return blob
+        held = self.held.pop(key)
+        self._count(key, -held.nbytes)
+        return held.blob
 
     def _count(self, key: Key, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -166,7 +176,7 @@ class ActivationStore:
         commands: list[Command] = []
         for key, sources in needed.items():
             known = self._wants.get(key)
-            if key in self._held or (known is not None and known.sources == sources):
+            if key in self.held or (known is not None and known.sources == sources):
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []
@@ -237,7 +247,7 @@ class ActivationStore:
         calls = self._given_up.pop(key, []) if want is None else want.calls
         if message.call < len(calls):
             self._usual.add(now - calls[message.call])
-        return self.put(key, *blobs[0])
+        return self.put(key, *blobs[0], peer)
 
     def _admits(self, peer: Peer, message: BoundaryTensor) -> bool:
         view, known = self._replica.view, self._replica.known
@@ -252,7 +262,7 @@ class ActivationStore:
             return []
         if peer not in self._replica.known.serving:
             return []
-        if key not in self._held:
+        if key not in self.held:
             return [Send(peer, TensorGone(message.epoch, *key))]
         if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
             return [Send(peer, TensorPending(message.epoch, *key))]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.core.messages import (
+    AuditRequest,
     Backward,
     BlobRef,
     Booking,
@@ -21,7 +22,6 @@ from shoal.core.messages import (
     Busy,
     Cancel,
     Cancelled,
-    Check,
     Command,
     Do,
     Done,
@@ -48,7 +48,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
-from shoal.core.server.checks import Checks
+from shoal.core.server.audits import Audits
 from shoal.core.server.jobs import Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 from shoal.core.timers import soonest
@@ -76,7 +76,7 @@ class Hops:
         self._asks: dict[Peer, BooksRequest] = {}
         self.pace = Pace(settings, replica)
         self.store = ActivationStore(name, settings, replica)
-        self.checks = Checks(name, settings, serial, replica)
+        self.audits = Audits(name, settings, serial, replica, self.store)
         self._freed_at = 0.0  # last booking, or when room was made by force
 
     def adding(self, step: int) -> bool:
@@ -107,7 +107,7 @@ class Hops:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self.store.deadline, self.checks.deadline)
+        return soonest(self.store.deadline, self.audits.deadline)
 
     @property
     def queue_s(self) -> float:
@@ -127,7 +127,7 @@ class Hops:
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
             commands += self.store.turn(everything=True, read=())
-        return commands + self.checks.on_view(before, view) + self.store.on_view(now) + self._send_missing()
+        return commands + self.audits.on_view(view, now) + self.store.on_view(now) + self._send_missing()
 
     def forget(self, everything: bool) -> tuple[list[Command], bool]:
         """The step is over, or (`everything`) what I hold of it is void. Also whether anything is or will be in the sum."""
@@ -136,7 +136,7 @@ class Hops:
         dirty = any(book.entries for book in self._books.values()) or adding
         read = self._disown()
         self._queue, self._books = {}, {}
-        return drop(blobs) + self.checks.forget() + self.store.turn(everything, read), dirty
+        return drop(blobs) + self.audits.forget() + self.store.turn(everything, read), dirty
 
     def turn(self, before: View, view: View) -> list[Command]:
         """With delayed updates: a step is committed, closed, or opened again. What is older than the view's step goes; the books
@@ -306,9 +306,9 @@ class Hops:
 
     # ---------------------------------------------------------------------------------------------- boundary tensors
 
-    def on_check(self, peer: Peer, message: Check, blobs: tuple[str, ...], fault: str, now: float) -> list[Command]:
-        """An owner wants a hop of another replica computed again."""
-        return self.checks.on_check(peer, message, blobs, fault, self.store.patience_s, now)
+    def on_audit(self, message: AuditRequest) -> list[Command]:
+        """The leader asks what my hops have used and made."""
+        return self.audits.on_request(message, self._booked)
 
     def on_tensor(
         self,
@@ -319,24 +319,24 @@ class Hops:
         now: float,
     ) -> list[Command]:
         match message:
-            case BoundaryTensor() if not fault and self.checks.on_boundary(peer, message, blobs):
+            case BoundaryTensor() if not fault and self.audits.on_boundary(peer, message, blobs):
                 commands = []
             case BoundaryTensor():
                 pairs = tuple((blob.id, blob.nbytes) for blob in blobs)
-                commands = self.store.make_room(self._used(), self._booked, force=False)
+                commands = self._room(force=False)
                 commands += self.store.on_boundary(peer, message, pairs, fault, now)
             case TensorRequest():
                 commands = self.store.on_pull(peer, message)
             case TensorPending():
                 commands = self.store.on_coming(peer, message, now)
             case TensorGone():
-                commands = self.checks.on_gone(peer, message) + self.store.on_gone(peer, message, now)
+                commands = self.audits.on_gone(peer, message, now) + self.store.on_gone(peer, message, now)
         return commands + self._send_missing()
 
     def tick(self, now: float) -> list[Command]:
         """What a hop waits for has not come."""
         self.store.keep_wants(keys_of(job.message for job in self._queue.values()))
-        return self.checks.tick(now) + self.store.tick(now) + self._send_missing()
+        return self.audits.tick(now) + self.store.tick(now) + self._send_missing()
 
     def _await(self, now: float) -> list[Command]:
         """Whatever the hops in the queue lack is wanted."""
@@ -361,13 +361,18 @@ class Hops:
 
     def _make_room(self, now: float) -> tuple[list[Command], bool]:
         """Whether a forward may be taken: what it makes has to be kept."""
-        commands = self.store.make_room(self._used(), self._booked, force=False)
+        commands = self._room(force=False)
         if not self.store.full or not self.store.under_way(self._booked):
             return commands, True
         if now - self._freed_at < STUCK * self._settings.min_request_timeout_s:
             return commands, False
         self._freed_at = now
-        return commands + self.store.make_room(self._used(), self._booked, force=True), True
+        return commands + self._room(force=True), True
+
+    def _room(self, force: bool) -> list[Command]:
+        booked = self._booked
+        dropped = self.store.make_room(self._used(), booked, force)
+        return self.audits.before_drop(dropped, booked) + drop(tuple(held.blob for held in dropped.values()))
 
     def _used(self) -> dict[Key, None]:
         running = [self._running.message] if self._running is not None else []
@@ -414,17 +419,14 @@ class Hops:
 
     def start(self, cutting: int | None) -> list[Command]:
         """One hop at a time. While my sum of a step is being cut nothing is added to it."""
-        if self._running is not None or self.checks.running or not self._replica.able:
+        if self._running is not None or self.audits.running or not self._replica.able:
             return []
         keys = [
             key
             for key, job in self._queue.items()
             if not (job.backward and job.message.step == cutting) and self._complete(job)
         ]
-        check = self.checks.next
-        if check is not None and (not keys or check.key < min(keys)):
-            return self.checks.start(check)
-        return self._run(self._queue.pop(min(keys))) if keys else []
+        return self._run(self._queue.pop(min(keys))) if keys else self.audits.start()
 
     def _run(self, job: Job) -> list[Command]:
         heldout = job.message.index >= self._settings.microbatches
@@ -446,17 +448,21 @@ class Hops:
         if job is not None:
             return drop(job.blobs + ((job.out,) if job.out else ()))
         if self._running is None or self._running.task != done.id:
-            return self.checks.on_done(done)
+            return self.audits.on_done(done, now)
         job, self._running = self._running, None
-        return (self._book(job, done, now) if job.backward else self._finish_forward(job, done)) + drop(job.blobs)
+        if not job.backward:
+            return self._finish_forward(job, done) + drop(job.blobs)
+        of, stage = job.message, self._replica.stage
+        kept = self.audits.keep_tokens(of.index, of.step, stage, job.blobs, job.sender)
+        return self._book(job, done, now) + kept
 
-    def on_failed(self, failed: Failed) -> list[Command] | None:
+    def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
         """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""
         job = self._void.pop(failed.id, None)
         if job is not None:
             return drop(job.blobs)
         if self._running is None or self._running.task != failed.id:
-            return self.checks.on_failed(failed)
+            return self.audits.on_failed(failed, now)
         job, self._running = self._running, None
         commands = self._refuse(job.reply, job.message, failed.reason, job.attempt) + drop(job.blobs)
         if failed.nonfinite and self._replica.leader is not None:

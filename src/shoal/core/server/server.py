@@ -13,13 +13,13 @@ from shoal.core.allreduce.rounds import Rounds
 from shoal.core.leader.ledger import trained
 from shoal.core.messages import (
     Apply,
+    AuditRequest,
     Backward,
     BlobRef,
     Booking,
     BooksRequest,
     BoundaryTensor,
     Cancel,
-    Check,
     Command,
     Do,
     Done,
@@ -33,6 +33,7 @@ from shoal.core.messages import (
     PublishRequest,
     Query,
     Recall,
+    RecomputeRequest,
     ReduceChunk,
     Resend,
     Reset,
@@ -303,8 +304,6 @@ class Server:
                 if self._early.keep(request):
                     return []
                 return self._hops.on_hop(request, now) + self._hops.start(self._rounds.cutting)
-            case Check():
-                return self._hops.on_check(peer, message, names, fault, now)
             case BoundaryTensor() | TensorRequest() | TensorPending() | TensorGone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case GatherChunk() if message.to_joiner:
@@ -319,6 +318,11 @@ class Server:
                 commands = self._hops.on_ask_books(peer, message)
             case Round():
                 commands = self._on_round(peer, message, now)
+            case AuditRequest():
+                commands = self._hops.on_audit(message)
+            case RecomputeRequest():
+                chunks = self._rounds.summed(message.round)
+                commands = self._hops.audits.on_recompute(peer, message, chunks, now)
             case SaveRequest() | PublishRequest():
                 commands = self._on_ask_shard(peer, message)
             case _:
@@ -344,7 +348,7 @@ class Server:
         return commands + self._check(now) + self._continue(now)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
-        commands, applying = self._hops.on_failed(failed), self._replica.applying
+        commands, applying = self._hops.on_failed(failed, now), self._replica.applying
         if commands is None and applying is not None and applying.id == failed.id:
             self._replica.applying = None
             commands = self._need_state(f"the optimizer step failed: {failed.reason}", now)

@@ -124,9 +124,6 @@ class Microbatch(msgspec.Struct, eq=False):
     slow: int = 0  # deadlines missed by this hop
     fails: int = 0  # failures in a row
     next: Peer = ""  # who was chosen, and charged, for the hop that comes next
-    loss: float | None = None  # as the last stage has reported it
-    # For each hop so far; None: another owner has asked as well
-    asked: dict[NextHop, dict[Peer, None]] | None = msgspec.field(default_factory=dict)
     # How often what those should hold could not be had from them
     lost: dict[Peer, int] = msgspec.field(default_factory=dict)
 
@@ -202,10 +199,6 @@ class Microbatch(msgspec.Struct, eq=False):
             return self.withheld
         return self.hop.peer if self.hop is not None and self.hop.kind is not Kind.FETCH else ""
 
-    def makers(self, kind: Kind, stage: Stage) -> Where | None:
-        """All who were asked for that hop, and so may have sent its result; None: not all are known."""
-        return None if self.asked is None else tuple(self.asked.get(NextHop(kind, stage), ()))
-
     def made(self, hop: Hop, gradient: bool) -> None:
         """What that hop has made is where it was made, and with whom it was sent to."""
         where = tuple(peer for peer in (hop.peer, hop.to) if peer)
@@ -228,11 +221,10 @@ class Microbatch(msgspec.Struct, eq=False):
         self.g = [tuple(peer for peer in where if peer in members) for where in self.g]
 
 
-def new_microbatch(index: Index, booked: list[str], view: View, taken_over: bool = False) -> Microbatch:
+def new_microbatch(index: Index, booked: list[str], view: View) -> Microbatch:
     """Attempts start above every number a former owner can have used: ownership moves only with a newer view."""
     nowhere: list[Where] = [()] * len(booked)
-    asked: dict[NextHop, dict[Peer, None]] | None = None if taken_over else {}
-    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked, asked=asked)
+    return Microbatch(index, view.number << 20, nowhere, nowhere[:], booked)
 
 
 def plan(m: Microbatch) -> NextHop:

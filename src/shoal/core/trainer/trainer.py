@@ -22,7 +22,6 @@ from shoal.core.messages import (
     Books,
     BooksRequest,
     Busy,
-    Checked,
     Command,
     Do,
     Done,
@@ -63,7 +62,6 @@ from shoal.core.trainer.microbatch import (
 from shoal.core.trainer.ownership import NOTHING, begins, owned_by, period
 from shoal.core.trainer.reports import Reports
 from shoal.core.trainer.routing import Chance, Routes
-from shoal.core.trainer.spots import SpotChecks
 from shoal.core.trainer.takeover import Takeovers
 from shoal.core.trainer.window import Window
 
@@ -82,7 +80,6 @@ class Trainer:
         self._planned = Planned(name, settings)
         self._reports = Reports(self._routes, self._out)
         self._choice = Choice(name, settings, self._routes, self._planned, self._reports)
-        self._spots = SpotChecks(name, settings, rng)
         self._timers = Timers()
         self._view = NOTHING
         self._stage_of: dict[Peer, Stage] = {}
@@ -126,7 +123,7 @@ class Trainer:
         """Answers of servers, none of which carries a tensor. What is stale, foreign or unasked changes nothing."""
         if (
             peer in self._stage_of
-            and isinstance(message, (Answer, Books, Checked))
+            and isinstance(message, (Answer, Books))
             and (message.epoch, message.step) == (self._view.epoch, self._view.work)
         ):
             self._routes.received(peer)
@@ -134,8 +131,6 @@ class Trainer:
                 if message.stage == self._stage_of[peer]:
                     self._takeovers.hear(peer, message)
                     self._own(self._takeovers.take())
-            elif isinstance(message, Checked):
-                self._spots.on_checked(peer, message)
             elif (m := self._owned.active.get(message.index)) is not None:
                 self._answer(m, peer, message, fault or ("a tensor in a receipt" if blobs else ""), now)
         self._drop([blob.id for blob in blobs])
@@ -214,7 +209,7 @@ class Trainer:
         """Of microbatches assigned to me: those of a new step begin here, those of a peer that was evicted are taken over."""
         new = [i for i in mine if i not in self._owned.held and i not in self._takeovers]
         if begins:
-            self._own({index: {} for index in new}, taken_over=False)
+            self._own({index: {} for index in new})
         elif new:
             self._take_over(new, now)
         self._own(self._takeovers.take())
@@ -223,7 +218,6 @@ class Trainer:
         self._drop([blob for m in self._owned.held.values() for blob in m.blobs()])
         self._owned = self._owned.next_step()
         self._takeovers.clear()
-        self._spots.forget()
         self._timers.forget_all()
         self._fetches.clear()
 
@@ -241,13 +235,13 @@ class Trainer:
                 m.hop, m.slow = None, 0
                 self._advance(m, now)
 
-    def _own(self, booked_at: dict[Index, dict[Stage, Peer]], taken_over: bool = True) -> None:
+    def _own(self, booked_at: dict[Index, dict[Stage, Peer]]) -> None:
         last, over = self._settings.stages - 1, ended(self._view, self._settings)
         for index, at in booked_at.items():
             trained = index < self._settings.microbatches
             below, top = UNTRAINED if over or not trained else "", UNTRAINED if over and trained else ""
             booked = [*(at.get(stage, below) for stage in range(last)), at.get(last, top)]
-            self._owned.wait(new_microbatch(index, booked, self._view, taken_over))
+            self._owned.wait(new_microbatch(index, booked, self._view))
 
     def _take_over(self, indices: list[Index], now: float) -> None:
         text = f"take over {len(indices)} microbatches of step {self._view.work}: everybody is asked for books"
@@ -293,8 +287,6 @@ class Trainer:
         self._out.append(Do(Fetch(task, self._view.work, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: NextHop, peer: Peer, now: float) -> None:
-        if m.asked is not None:
-            m.asked.setdefault(want, {})[peer] = None
         self._choice.hop(m, want, peer, self._owned.active.values(), now)
         assert m.hop is not None
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
@@ -337,7 +329,7 @@ class Trainer:
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
             if isinstance(message, Gradient):
-                self._gradient(m, hop, fault, message.loss, now)
+                self._gradient(m, hop, fault, now)
             else:
                 self._cancelled(m, hop, now)
 
@@ -365,7 +357,6 @@ class Trainer:
         if m.x[asked.stage + 1]:
             return
         m.made(asked, gradient=False)
-        self._out += self._spots.draw(m, asked, self._view, self._stage_of)
         hop = m.hop
         if hop is not None and not live and hop.kind is Kind.FORWARD and hop.stage == asked.stage:
             m.abandon()  # the peer that was asked instead need not have been
@@ -374,15 +365,13 @@ class Trainer:
             m.next = asked.to
             self._advance(m, now)
 
-    def _gradient(self, m: Microbatch, hop: Hop, fault: str, loss: float | None, now: float) -> None:
+    def _gradient(self, m: Microbatch, hop: Hop, fault: str, now: float) -> None:
         stage = hop.stage
         if hop.kind is Kind.BACKWARD:
             self._routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, hop.repeated or hop.asked, hop.ahead)
             self._routes.given((*m.x[stage][: bool(stage)], *(m.g[stage][:1] if stage < len(m.booked) - 1 else ())))
             m.lost.clear()  # whoever did not give what that took is not in the way of what comes next
         m.booked[stage] = hop.peer
-        m.loss = loss if loss is not None else m.loss
-        self._out += self._spots.draw(m, hop, self._view, self._stage_of)
         m.progressed()
         m.next = hop.to
         if stage == 0 or m.g[stage - 1]:

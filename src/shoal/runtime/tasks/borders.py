@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.core.messages import RunBackward, RunCheck, RunForward
+from shoal.core.messages import RunAudit, RunBackward, RunForward
 from shoal.model.cut import document_starts, inputs, with_borders
 from shoal.runtime.data.dataset import Dataset
 
@@ -21,7 +21,7 @@ class Borders:
         self._end = -1 if config.device.executor == "emulated" else config.data.document_end
         self._last, self._dataset = config.run.stages - 1, dataset
 
-    def input(self, task: RunForward | RunBackward | RunCheck, x: Tensor) -> Tensor:
+    def input(self, task: RunForward | RunBackward | RunAudit, x: Tensor) -> Tensor:
         """Of the stage: the tokens (B, L) at the first one."""
         if task.stage == 0:
             return inputs(x)
@@ -31,13 +31,13 @@ class Borders:
             raise ValueError("this peer has no data to read the borders of documents from")
         return with_borders(x, document_starts(inputs(self._dataset.microbatch(task.step, task.index)), self._end))
 
-    def gradient(self, task: RunBackward | RunCheck, grad: Tensor | None) -> Tensor | None:
+    def gradient(self, task: RunBackward | RunAudit, grad: Tensor | None) -> Tensor | None:
         """Of the stage's output, for the executor. None at the last stage."""
         if task.stage == self._last or grad is None:
             return None
         return grad if self._end < 0 else with_borders(grad, torch.zeros(grad.shape[:-1]))
 
-    def plain(self, task: RunForward | RunBackward | RunCheck, result: Tensor) -> Tensor:
+    def plain(self, task: RunForward | RunBackward | RunAudit, result: Tensor) -> Tensor:
         """A result of the executor as it is sent."""
         logits = isinstance(task, RunForward) and task.stage == self._last
         return result if self._end < 0 or logits else result[..., :-1].contiguous()

@@ -14,7 +14,6 @@ from shoal.core.messages import (
     BULK,
     Backward,
     BoundaryTensor,
-    Check,
     Chunk,
     Forward,
     GatherChunk,
@@ -86,7 +85,7 @@ class Kinds:
             return () if message.gone else (self._bytes,)
         if isinstance(message, HiddenStates):
             return (BlobSpec("hidden states", self._boundary.dtype, (1, message.count, self._boundary.shape[-1])),)
-        assert isinstance(message, Forward | Backward | Check | BoundaryTensor)
+        assert isinstance(message, Forward | Backward | BoundaryTensor)
         stage, last = message.stage, self._stages - 1
         if stage > last:
             return f"{type(message).__name__} of stage {stage} in a run of {self._stages} stages"
@@ -95,10 +94,8 @@ class Kinds:
             return (kind,) if stage != (last if message.gradient else 0) else f"stage {stage} has no such boundary"
         return self._tokens_of(message)
 
-    def _tokens_of(self, message: Forward | Backward | Check) -> tuple[BlobSpec, ...] | str:
+    def _tokens_of(self, message: Forward | Backward) -> tuple[BlobSpec, ...] | str:
         last = self._stages - 1
-        if isinstance(message, Check) and message.stage == (0 if message.backward else last):
-            return f"stage {message.stage} makes nothing then that could be compared"
         tokens = self._tokens if message.index < self._trained else self._heldout
         return (tokens,) if message.stage in (0, last) else ()
 

@@ -28,7 +28,9 @@ from shoal.core.messages import (
     Blend,
     CheckChunk,
     Cut,
+    Describe,
     Done,
+    EndAudit,
     Export,
     Failed,
     Fetch,
@@ -43,8 +45,8 @@ from shoal.core.messages import (
     ReadShard,
     Reset,
     Result,
+    RunAudit,
     RunBackward,
-    RunCheck,
     RunCopy,
     RunForward,
     RunPublish,
@@ -60,7 +62,7 @@ from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy, raw
-from shoal.runtime.tasks import checking, coding
+from shoal.runtime.tasks import auditing, coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
@@ -109,6 +111,7 @@ class TaskRunner:
         self._make = make
         self._seat: Seat | None = None
         self._sums = Sums(config)
+        self._audit = auditing.Audit(config, self._borders)
         emulated = config.device.executor == "emulated"
         self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
         self._snapshots = Snapshots()
@@ -214,8 +217,8 @@ class TaskRunner:
         match task:
             case Fetch() | RunForward() | RunBackward():
                 return self._hop(task, take)
-            case RunCheck():
-                return self._recompute(task, take)
+            case Describe() | RunAudit() | EndAudit():
+                return self._audited(task, held)
             case Infer() | Forget():
                 return self._serve(task, take)
             case Cut() | AddRow() | Add() | Gather() | Apply() | Reset():
@@ -305,13 +308,17 @@ class TaskRunner:
         held = self._outgoing.put(grad_x, self._config.network.gradients)
         return msgspec.structs.replace(result, nbytes=self._keep(task.out, held).nbytes)
 
-    def _recompute(self, task: RunCheck, take: Take) -> Result:
-        self._outgoing.check()
-        device, executor = self._outgoing.device, self._computing(task.stage, task.step)
-        grad = take(task.grad, device) if task.grad else None
-        return checking.check(
-            task, executor, self._borders, self._config, (take(task.x, device), grad, take(task.result, device))
-        )
+    def _audited(self, task: Describe | RunAudit | EndAudit, held: dict[str, Held]) -> Result:
+        match task:
+            case Describe():
+                return auditing.describe(task, [held[name] for name in task.blobs])
+            case RunAudit():
+                self._outgoing.check()
+                grad = held[task.grad] if task.grad else None
+                executor = self._at(task.stage, task.step)
+                return self._audit.run(task, executor, held[task.x], grad, self._outgoing.device)
+            case EndAudit():
+                return self._audit.end(task)
 
     def _serve(self, task: Infer | Forget, take: Take) -> Result:
         seat = self._seated()

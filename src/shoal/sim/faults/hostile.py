@@ -10,7 +10,8 @@ import msgspec
 Role = Literal["outsider", "joiner", "member", "hole"]
 
 REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
-MADE_UP = ("noise", "invent")  # what leaves in place of a hop's result; an inventor believes it as well
+# Of results: others leave than were made; they are invented, and believed; a sum is not that of its gradients; nothing is computed
+MADE_UP = ("noise", "invent", "poison", "lazy")
 REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
 MASKED = (
     "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",

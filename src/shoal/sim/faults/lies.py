@@ -56,7 +56,7 @@ class Lies(Generic[Value]):
             "idle": self._without(m.Forward, m.Backward, m.Recall, m.Cancel, m.Query),
             "held": self._held, "frozen": self._freeze, "hollow": self._hollow, "books": self._book, "gone": self._gone,
             "sums": self._sums, "norm": self._norm, "digest": self._digest, "busy": self._busy, "missing": self._missing,
-            "refuse": self._refuse, "coming": self._coming, "far": self._far, "loss": self._loss, "rate": self._rate,
+            "refuse": self._refuse, "coming": self._coming, "far": self._far, "loss": self._loss, "rate": self._rate, "lazy": self._lazy,
         }  # fmt: skip
 
     def sends(
@@ -144,6 +144,10 @@ class Lies(Generic[Value]):
             books, closed = (tuple(replace(one, loss=-1e300) for one in of) for of in (message.books, message.closed))
             return replace(message, books=books, closed=closed)
         return message
+
+    def _lazy(self, message: m.Message) -> m.Message:
+        """It computes nobody's hops again either."""
+        return replace(message, hops=(), parts=()) if isinstance(message, m.Recomputed) else message
 
     def _rate(self, message: m.Message) -> m.Message | None:
         """It is so slow, it says, that nothing can be late; and it answers nothing."""

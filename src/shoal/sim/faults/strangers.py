@@ -274,13 +274,19 @@ class HostileMask:
         strangers, node = self.strangers, self.node
         acts = strangers.acting.get(self.one.key) and not node.machine.leading and strangers.beside(node)
         node.runner.rounds.wrong = bool(acts) and "wrong" in self.one.acts
-        node.runner.oddities.invents = bool(acts) and "invent" in self.one.acts
+        oddities = node.runner.oddities
+        oddities.invents, oddities.poisons, oddities.idles = (
+            bool(acts) and act in self.one.acts for act in ("invent", "poison", "lazy")
+        )
         if not acts:
             return message, values
         if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
             strangers.context.count("wrong")
-        if node.runner.oddities.invents and isinstance(message, m.BoundaryTensor):
+        if oddities.invents and isinstance(message, m.BoundaryTensor):
             strangers.context.count("invent")
+        for act, does in (("poison", oddities.poisons), ("lazy", oddities.idles)):
+            if does and isinstance(message, m.Gradient):
+                strangers.context.count(act)
         sent: Sent | None = message, values
         for act in self.one.acts:
             if sent is not None:

@@ -12,11 +12,17 @@ class Oddities(msgspec.Struct):
 
     unlike: bool = False  # its optimizer has other bits
     invents: bool = False  # the results of its hops are invented
+    poisons: bool = False  # what it adds to its sum is not what its backwards make; all that it sends is
+    idles: bool = False  # its backwards do nothing: they add nothing, send zeros, and have always the same loss
 
 
 def noisy(blob: Blob, noise: str) -> Blob:
     """The boundary tensor with other values, of the same size."""
     return (*blob[:5], noise)
+
+
+NOTHING = "nothing"  # noise: zeros
+LOSS = 2.5  # of who computes none
 
 
 def made_of(*inputs: Blob) -> Blob:

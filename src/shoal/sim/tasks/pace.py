@@ -15,6 +15,7 @@ SECONDS: dict[type, float] = {
     m.Fetch: 0.01, m.Cut: 0.01, m.AddRow: 0.02, m.Add: 0.02, m.Gather: 0.03, m.Apply: 0.05, m.Reset: 0.01, m.Init: 0.5, m.Export: 0.1,
     m.ReadChunk: 0.05, m.CheckChunk: 0.05, m.Import: 0.3, m.Blend: 0.5, m.RunSave: 0.4, m.RunPublish: 0.2,
     m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1, m.Infer: 0.05, m.Forget: 0.001,
+    m.Describe: 0.01, m.EndAudit: 0.02,
 }  # fmt: skip
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 
@@ -36,8 +37,8 @@ class Pace:
     def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
         """`length`: of the stage's gradient."""
         kind = type(task)
-        if isinstance(task, m.RunCheck):
-            seconds = self.forward_s * self.slowness * (self.backward if task.backward else 1.0)
+        if kind is m.RunAudit:
+            seconds = self.forward_s * self.slowness * self.backward
         elif kind is m.RunForward or kind is m.RunBackward:
             seconds = self.forward_s * self.slowness * self._forwards(task, inputs[0])
         else:

@@ -15,9 +15,9 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.sim.lines import Wire
-from shoal.sim.tasks.oddities import Oddities, made_of
+from shoal.sim.tasks.oddities import LOSS, NOTHING, Oddities, made_of
 from shoal.sim.tasks.pace import Pace
-from shoal.sim.tasks.sketches import checks_of, sketch_of
+from shoal.sim.tasks.sketches import checks_of, sketch_of, sketch_of_all
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 from shoal.sim.tasks.texts import Texts
@@ -30,7 +30,8 @@ Ends = Callable[[m.Done | m.Failed], None]
 After = Callable[[float, Callable[[Any], None], Any], None]  # seconds, what, with what
 
 MAY_FAIL = (
-    m.Fetch, m.RunForward, m.RunBackward, m.RunCheck, m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk,
+    m.Fetch, m.RunForward, m.RunBackward, m.Describe, m.RunAudit, m.EndAudit,
+    m.ReadChunk, m.RunSave, m.RunPublish, m.OfferShard, m.ReadShard, m.WriteChunk,
     m.RunCopy,
 )  # fmt: skip
 
@@ -181,6 +182,7 @@ class TaskRunner:
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
+        self.audited: list[Blob] = []  # a sum of another replica's hops
         self.rounds = Rounds(world)
         self.transfer = StateTransfer(world.chunks)
         self._texts = Texts()
@@ -257,11 +259,9 @@ class TaskRunner:
         x = inputs[0]
         last = self.world.stages - 1
         self._match(x, ("x", task.step, task.index, task.stage), "RunBackward")
-        above = ""
         if task.grad:
             wanted = ("x", task.step, task.index, 0) if task.stage == last else ("g", task.step, task.index, task.stage)
             self._match(inputs[1], wanted, "RunBackward")
-            above = inputs[1][4]
             _small(inputs[1])
         _small(x)
         self._finite(task)
@@ -269,29 +269,50 @@ class TaskRunner:
         if task.heldout:
             return self.world.measured(task.step, task.index)
         if self.world.listed:
-            self.sums.setdefault(task.step, []).append((task.step, task.index, x[4], used, above))
+            entry = _entry(task, x, used, inputs[1:])
+            if self.oddities.poisons or self.oddities.idles:
+                entry = (*entry[:5], NOTHING if self.oddities.idles else "poison")
+            self.sums.setdefault(task.step, []).append(entry)
         if task.out:
             noise = self._noise(task, x, *inputs[1:])
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used, *noise))
         if task.stage != last:
             return m.Result(nbytes=100)
-        return m.Result(loss=1.0 + task.index / 64, nbytes=100, counted=self.world.counted(task.step, task.index))
+        loss = LOSS if self.oddities.idles else 1.0 + task.index / 64
+        return m.Result(loss=loss, nbytes=100, counted=self.world.counted(task.step, task.index))
 
-    def _check(self, task: m.RunCheck, inputs: Sequence[Blob]) -> m.Result:
-        """Two results are alike, or have nothing to do with each other; those of a machine that is unlike the others differ by little."""
-        x, *more, result = inputs
-        self._match(x, ("x", task.step, task.index, task.stage), "RunCheck")
-        _small(x)
-        self._used(task.stage, task.step, "RunCheck")
-        way, to = ("g", task.stage - 1) if task.backward else ("x", task.stage + 1)
-        self._match(result, (way, task.step, task.index, to), "RunCheck")
-        same = result[5:] == made_of(x, *more)
-        last = task.backward and task.stage == self.world.stages - 1
-        distance = (ROUNDING if self.oddities.unlike else 0.0) if same else 1.4
-        return m.Result(distance=distance, loss=1.0 + task.index / 64 if last else None)
+    def _describe(self, task: m.Describe, inputs: Sequence[Blob]) -> m.Result:
+        sketches = tuple(m.Sketch() if _tokens(blob) else sketch_of_all((blob,)) for blob in inputs)
+        return m.Result(digests=tuple(map(short, inputs)), sketches=sketches if task.seed else ())
+
+    def _audit(self, task: m.RunAudit, inputs: Sequence[Blob]) -> m.Result:
+        """The results of machines that are unlike the others differ by little."""
+        x, *more = inputs
+        self._match(x, ("x", task.step, task.index, task.stage), "RunAudit")
+        if task.first:
+            self.audited.clear()
+        last, used = task.stage == self.world.stages - 1, self._used(task.stage, task.step, "RunAudit")
+        self.audited.append(_entry(task, x, used, more))
+        rounding = ROUNDING if self.oddities.unlike else 0.0
+        noise = made_of(x, *more)
+        y: Blob = ("x", task.step, task.index, task.stage + 1, used, *made_of(x))
+        back: Blob = ("g", task.step, task.index, task.stage - 1, used, *noise)
+        tokens = short(x if task.stage == 0 else more[0]) if task.stage == 0 or last else ""
+        digests = tokens, short(x) if task.stage else "", short(more[0]) if not last else ""
+        made = (
+            (m.Sketch() if last else sketch_of_all((y,), rounding)),
+            (sketch_of_all((back,), rounding) if task.stage else m.Sketch()),
+        )
+        return m.Result(digests=digests, sketches=made, loss=1.0 + task.index / 64 if last else None)
+
+    def _end_audit(self, task: m.EndAudit, inputs: Sequence[Blob]) -> m.Result:
+        sketch = sketch_of_all(self.audited, ROUNDING if self.oddities.unlike else 0.0)
+        return m.Result(sketches=(sketch,) * len(task.digests))
 
     def _noise(self, task: m.RunForward | m.RunBackward, *inputs: Blob) -> Blob:
         name = short("invented", task.step, task.index, task.stage, type(task).__name__)
+        if self.oddities.idles and isinstance(task, m.RunBackward):
+            return (NOTHING,)
         return (name,) if self.oddities.invents else made_of(*inputs)
 
     def _finite(self, task: m.RunForward | m.RunBackward) -> None:
@@ -423,6 +444,15 @@ class TaskRunner:
         return m.Result(nbytes=1000)
 
 
+def _tokens(blob: Blob) -> bool:
+    return blob[:1] == ("x",) and blob[3] == 0
+
+
+def _entry(task: m.RunBackward | m.RunAudit, x: Blob, used: str, more: Sequence[Blob]) -> Blob:
+    """What a backward adds: whose output it was computed from, and with which parameters; and which noise, if it was."""
+    return (task.step, task.index, x[4], used, more[0][4] if task.grad else "", *made_of(x, *more))
+
+
 def _small(blob: Blob) -> None:
     if blob[4:5] == HUGE:
         raise ValueError("the stage's output is not finite")
@@ -443,7 +473,9 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Fetch: TaskRunner._fetch,
     m.RunForward: TaskRunner._forward,
     m.RunBackward: TaskRunner._backward,
-    m.RunCheck: TaskRunner._check,
+    m.Describe: TaskRunner._describe,
+    m.RunAudit: TaskRunner._audit,
+    m.EndAudit: TaskRunner._end_audit,
     m.Cut: TaskRunner._cut,
     m.AddRow: TaskRunner._add_row,
     m.Add: TaskRunner._add,

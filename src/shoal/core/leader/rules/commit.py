@@ -15,6 +15,7 @@ import msgspec
 from shoal.core.allreduce.checked import WrongSums, wrong_sums
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
+from shoal.core.leader.audits.comparing import Case
 from shoal.core.leader.averaging import ROUNDS_PER_TERM, OpenRound
 from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
@@ -53,6 +54,17 @@ def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterab
     return ()
 
 
+def auditable(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Case]:
+    """A round whose sums are made and agree: its audit is to be drawn."""
+    current = facts.rounds.open
+    if current is None or not current.complete or facts.evidence.audits.drawn(current.message):
+        return ()
+    rates = {peer: held.rate for peer, held in facts.heartbeats.items()}
+    gone = frozenset(member.peer for member in view.fenced)
+    books = dict(facts.ledger(view.step).books)
+    return (Case(current.message, settings.stages, dict(current.reduced), books, facts.serving, gone, rates),)
+
+
 def _likely(by_norm: dict[str, list[Peer]], stage: int, facts: Facts) -> str:
     """The norm that is next to the stage's last one, where only that is within FAR of it; '' if that tells nothing."""
     norms = facts.history.norms
@@ -75,7 +87,7 @@ def by_norm_of(current: OpenRound, peers: list[Peer]) -> dict[str, list[Peer]]:
 def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
     """Every replica of every stage holds the same reduced gradient: the step is committed, the next one begins."""
     current = facts.rounds.open
-    if current is None or not current.complete:
+    if current is None or not current.complete or not facts.evidence.audits.passed(current.message):
         return None
     groups = current.message.groups
     norms = tuple(current.reduced[group[0].peer].norm_sq for group in groups)

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.core.leader.facts import Facts, Finding
 from shoal.core.leader.rules.admission import ADMIT_BEATS, admit, may_admit, misfits, promote
-from shoal.core.leader.rules.commit import commit, disputes
+from shoal.core.leader.rules.commit import auditable, commit, disputes
 from shoal.core.leader.rules.divergence import diverged
 from shoal.core.leader.rules.moves import restage
 from shoal.core.leader.rules.overlap import overlap
@@ -49,6 +49,7 @@ RULES: tuple[Rule | Check, ...] = (
     Rule(start, when=every_stage_ready),
     Rule(diverged),
     Check(disputes),
+    Check(auditable),
     Rule(commit),
     Rule(admit, when=may_admit, pace_beats=ADMIT_BEATS),
     Rule(finish),

@@ -1,10 +1,10 @@
-"""Who has computed wrongly, where a hop was computed twice and the results differ. For evictions.py.
+"""Who is wrong, where two say something else of the same tensor. For evictions.py.
 
-A difference is a fact about several: the replica that is checked, the one that computed again, the owner, and those who gave the inputs or
-received the result. At least one of them is wrong. So whoever is in several findings that share nobody else is: while one peer lies it
-is in all of them, and no honest one can be convicted. Where only one other replica could compute the hops again, its word counts as any
-word of one peer against another's does (evictions.py). With several liars the findings about one may look like those of
-an honest peer between two of them: nobody is convicted while another of its findings is in as many beside.
+A difference is a fact about two: who says to have got something else, and who says to have made it, or has computed it again. At least
+one of them is wrong. So whoever is in several findings that share nobody else is: while one peer lies it is in all of them, and no honest
+one can be convicted. Where the findings share both, the word of the one counts as any word of one peer against another's does
+(evictions.py). With several liars the findings about one may look like those of an honest peer between two of them: nobody is
+convicted while another of its findings is in as many beside.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ KEPT = 256  # the newest
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """By keys: `accuser` has computed a hop of `accused` again, and got something else. `others` brought the tensors, or asked for it."""
+    """By keys: `accuser` says something else of a tensor than `accused`."""
 
     accuser: str
     accused: str
-    others: frozenset[str]
 
     @property
     def suspects(self) -> frozenset[str]:
-        return self.others | {self.accuser, self.accused}
+        return frozenset((self.accuser, self.accused))
 
 
 class Findings:
@@ -43,7 +42,7 @@ class Findings:
     def add(self, finding: Finding) -> tuple[str, str] | None:
         """The key of whom this convicts, and of the only one whose word that is; '' where several findings agree."""
         self._kept = [*self._kept, finding][-KEPT:]
-        for key in (finding.accused, *sorted(finding.suspects - {finding.accused})):
+        for key in (finding.accused, finding.accuser):
             if self._common(key) == {key}:
                 return key, ""
         accused, accuser = finding.accused, finding.accuser

@@ -1,0 +1,1 @@
+"""Audited steps: before some commits other replicas compute again what a step's replicas have computed."""

@@ -1,0 +1,196 @@
+"""What the answers of an audit say of each other: who has used what, who has made it, and what another makes of the same. For audits.py.
+
+Pure functions of a case and of answers, none of which is believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from shoal.core.messages import (
+    AuditAnswer,
+    AuditedHop,
+    Booking,
+    Index,
+    Peer,
+    Recomputed,
+    RecomputedHop,
+    Reduced,
+    Round,
+    Sketch,
+    Stage,
+    TensorRecord,
+)
+
+Tensor = tuple[Index, Stage, bool]  # as BoundaryTensor names it
+Unlike = tuple[Peer, Peer, str]  # two of whom one says something else of a tensor than the other, and of which
+
+PRODUCTS = 4  # of a sketch
+
+
+class Participant(msgspec.Struct, frozen=True):
+    """Of the round, at `stage`, where it is number `place`; `indices`: what it booked."""
+
+    stage: Stage
+    place: int
+    indices: tuple[Index, ...]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What is known of a step when its sums are made. `gone`: who has left in it; `rates`: microbatches per second, as
+    the peers say."""
+
+    round: Round
+    stages: int
+    reduced: Mapping[Peer, Reduced]
+    books: Mapping[Peer, tuple[Booking, ...]]
+    serving: Mapping[Peer, Stage]
+    gone: frozenset[Peer]
+    rates: Mapping[Peer, float]
+
+    @property
+    def who(self) -> dict[Peer, Participant]:
+        return {
+            share.peer: Participant(stage, place, share.indices)
+            for stage, group in enumerate(self.round.groups)
+            for place, share in enumerate(group)
+        }
+
+    @property
+    def last(self) -> Stage:
+        return self.stages - 1
+
+
+class Inputs(msgspec.Struct):
+    """Of all hops of one replica. `hops`: those of which it is agreed what came in, and from whom; `whole`: that is all of them.
+    `evades`: it does not say of all of them what it has used, or names nobody who could have sent it."""
+
+    hops: list[AuditedHop] = []
+    unlike: list[Unlike] = []
+    whole: bool = True
+    evades: bool = False
+
+
+class Listed:
+    """What everybody says to have used and made."""
+
+    def __init__(self, answers: Mapping[Peer, AuditAnswer]) -> None:
+        self.answered = answers.keys()
+        self.used: dict[Peer, dict[Tensor, TensorRecord]] = {}
+        self.made: dict[Peer, dict[Tensor, TensorRecord]] = {}
+        for peer, answer in answers.items():
+            for record in answer.records:
+                table = self.used if record.source else self.made
+                table.setdefault(peer, {})[record.index, record.stage, record.gradient] = record
+
+    def inputs(self, peer: Peer, one: Participant, case: Case) -> Inputs:
+        """Of the hops that it has booked."""
+        found, used = Inputs(), self.used.get(peer, {})
+        for index in one.indices:
+            sources: dict[bool, Peer] = {}
+            for gradient in (False, True):
+                if one.stage == (case.last if gradient else 0):
+                    continue
+                got = used.get((index, one.stage, gradient))
+                said = self._said(got, one.stage, gradient, case)
+                if said == "same":
+                    assert got is not None
+                    sources[gradient] = got.source
+                elif said == "unlike":
+                    assert got is not None
+                    what = "gradient of the output" if gradient else "input"
+                    found.unlike.append((peer, got.source, f"the {what} of microbatch {index} at stage {one.stage}"))
+                found.whole &= said == "same"
+                found.evades |= said == "evades"
+            if set(tokens_at(one.stage, case.last)) - {key[2] for key in used if key[:2] == (index, one.stage)}:
+                found.evades, found.whole = True, False
+            found.hops.append(AuditedHop(index, sources.get(False, ""), sources.get(True, "")))
+        return found
+
+    def _said(self, got: TensorRecord | None, stage: Stage, gradient: bool, case: Case) -> str:
+        """What its maker says of a tensor that a replica of that stage says to have used."""
+        if got is None:
+            return "evades"
+        if got.source not in self.answered:
+            left = got.source in case.gone or got.source in case.serving
+            return "unknown" if left else "evades"
+        if case.who[got.source].stage != (stage + 1 if gradient else stage - 1):
+            return "evades"
+        made = self.made.get(got.source, {}).get((got.index, stage, gradient))
+        same = made is not None and (made.digest, made.sketch) == (got.digest, got.sketch)
+        return "same" if same else "unlike"
+
+
+def tokens_at(stage: Stage, last: Stage) -> tuple[bool, ...]:
+    """How the record of a hop's tokens names them: as its input at the first stage, as the gradient of its output at the last."""
+    return (False,) if stage == 0 else (True,) if stage == last else ()
+
+
+def unlike_inputs(of: Peer, by: Peer, result: Recomputed, case: Case, listed: Listed) -> list[Unlike]:
+    """Where `by` has been given other tensors for the hops of `of` than `of` says to have used."""
+    stage, used = case.who[of].stage, listed.used.get(of, {})
+    found = []
+    for hop in result.hops:
+        for gradient, digest in ((False, hop.input), (True, hop.grad)):
+            record = used.get((hop.index, stage, gradient))
+            if stage != (case.last if gradient else 0) and record is not None and record.digest != digest:
+                found.append((by, record.source, f"a tensor of microbatch {hop.index} that it has sent to others"))
+        for gradient in tokens_at(stage, case.last):
+            record = used.get((hop.index, stage, gradient))
+            if record is not None and record.digest != hop.tokens and record.source in case.serving:
+                found.append((of, record.source, f"the tokens of microbatch {hop.index}"))
+    return found
+
+
+def difference(
+    of: Peer, result: Recomputed, case: Case, listed: Listed, tolerance: float, part_tolerance: float
+) -> str:
+    """What of the hops of `of` differs from `result`, which was computed from the same inputs; '': nothing does."""
+    one, made = case.who[of], listed.made.get(of, {})
+    losses = {booking.index: booking.loss for booking in case.books.get(of, ())}
+    for hop in result.hops:
+        for what, key, sketch in (
+            ("output", (hop.index, one.stage + 1, False), hop.output),
+            ("input gradient", (hop.index, one.stage - 1, True), hop.gradient),
+        ):
+            apart = distance([sketch], [made[key].sketch]) if key in made else 0.0
+            if not apart <= tolerance:
+                return f"its {what} of stage {one.stage} for microbatch {hop.index} differs by {apart:.2g} of its norm"
+        if one.stage == case.last and not _near(hop, losses.get(hop.index), tolerance):
+            return f"its loss of microbatch {hop.index} is {losses.get(hop.index)}, not {hop.loss}"
+    parts = parts_of(of, case)
+    apart = distance(result.parts, parts) if parts and result.parts else 0.0
+    if apart <= part_tolerance:
+        return ""
+    return f"what it has brought into the round differs by {apart:.2g} of its norm from the gradients of its hops"
+
+
+def _near(hop: RecomputedHop, booked: float | None, tolerance: float) -> bool:
+    return booked is not None and hop.loss is not None and abs(booked - hop.loss) <= tolerance * max(1.0, abs(hop.loss))
+
+
+def parts_of(peer: Peer, case: Case) -> list[Sketch]:
+    """Of what it has brought, as each owner of chunks has listed it; checked.py has compared that with its own words."""
+    one = case.who[peer]
+    parts = []
+    for place, share in enumerate(case.round.groups[one.stage]):
+        sums = case.reduced[share.peer].sums
+        if place >= len(sums) or one.place >= len(sums[place].parts):
+            return []
+        parts.append(sums[place].parts[one.place])
+    return parts
+
+
+def distance(own: Sequence[Sketch], theirs: Sequence[Sketch]) -> float:
+    """Estimate of the norm of the difference, as a share of the norm of `own`; infinite where that is 0 and `theirs` is not."""
+    if len(own) != len(theirs):
+        return math.inf
+    norm_sq = math.fsum(one.norm_sq for one in own)
+    pairs = zip(own, theirs, strict=True)
+    apart = math.fsum((a - b) ** 2 for mine, other in pairs for a, b in zip(mine.products, other.products, strict=True))
+    if not norm_sq > 0.0:
+        return 0.0 if apart == 0.0 else math.inf
+    return math.sqrt(apart / PRODUCTS / norm_sq)

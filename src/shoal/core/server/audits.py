@@ -1,0 +1,355 @@
+"""Audited steps, a replica's part: what its hops have used and made, and the hops of another that it computes again. For hops.py.
+
+The leader asks when the parts of a round cannot be changed any more (core/leader/audits.py judges). Inputs come from those who made them,
+tokens from the data, nothing from the replica that is audited. Nothing is booked or kept. What goes for want of room is described
+before it does. docs/design/2026-11-24-audited-steps.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import msgspec
+
+from shoal.core.allreduce.checked import plus
+from shoal.core.allreduce.piece import SummedChunk
+from shoal.core.messages import (
+    AuditAnswer,
+    AuditedHop,
+    AuditRequest,
+    BlobRef,
+    BoundaryTensor,
+    Command,
+    Describe,
+    Do,
+    Done,
+    Drop,
+    EndAudit,
+    Failed,
+    Fetch,
+    Index,
+    Message,
+    Peer,
+    Recomputed,
+    RecomputedHop,
+    RecomputeRequest,
+    RunAudit,
+    Send,
+    Settings,
+    Sketch,
+    Stage,
+    TensorGone,
+    TensorRecord,
+    TensorRequest,
+    View,
+)
+from shoal.core.replica_state import ReplicaState, drop
+from shoal.core.server.activation_store import ActivationStore, HeldTensor, Key, key_of
+
+AHEAD = 4  # hops whose inputs are here or on their way: each is up to two boundary tensors
+TRIES = 4  # requests for one tensor
+UNASKED = 2  # number of a request that is answered with the tensor, even where it was sent before
+
+
+class Hop(msgspec.Struct, eq=False):
+    """Of another replica, to be computed again. `sources`: who has its input and the gradient of its output, in that order."""
+
+    of: AuditedHop
+    sources: dict[Key, Peer]
+    needs_tokens: bool
+    blobs: dict[Key, str] = {}
+    tokens: str = ""
+    fetching: bool = False
+    tries: int = 0
+    due: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.blobs) == len(self.sources) and bool(self.tokens) == self.needs_tokens
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return (*self.blobs.values(), *((self.tokens,) if self.tokens else ()))
+
+
+class Job(msgspec.Struct, eq=False):
+    """All booked hops of one replica."""
+
+    request: RecomputeRequest
+    leader: Peer
+    hops: list[Hop]  # not computed yet
+    chunks: tuple[SummedChunk, ...]
+    done: list[RecomputedHop] = []
+    task: str = ""  # that runs
+    running: Hop | None = None
+    began: bool = False
+
+
+class Audits:
+    def __init__(
+        self, name: Peer, settings: Settings, serial: Iterator[int], replica: ReplicaState, store: ActivationStore
+    ) -> None:
+        self._name, self._settings, self._serial, self._replica, self._store = name, settings, serial, replica, store
+        self._tokens: dict[Key, HeldTensor] = {}  # of booked hops
+        self._gone: dict[Key, TensorRecord] = {}  # inputs of booked hops for which there was no room any more
+        self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]]] = {}
+        self._answer: AuditAnswer | None = None
+        self._jobs: list[Job] = []  # the first one is worked at
+        self._fetches: dict[str, Hop | None] = {}  # by task; None: nobody wants it any more
+        self._ended: dict[tuple[int, Peer], Recomputed] = {}  # answers of this step
+
+    @property
+    def running(self) -> bool:
+        return any(job.task for job in self._jobs)
+
+    @property
+    def deadline(self) -> float | None:
+        return min((hop.due for hop in self._waiting()), default=None)
+
+    def _waiting(self) -> list[Hop]:
+        return [hop for hop in self._ahead() if hop.tries and not hop.complete]
+
+    def _ahead(self) -> list[Hop]:
+        return self._jobs[0].hops[:AHEAD] if self._jobs else []
+
+    # ---------------------------------------------------------------------------------------- what my hops have used
+
+    def keep_tokens(self, index: Index, step: int, stage: Stage, tokens: tuple[str, ...], owner: Peer) -> list[Command]:
+        """A hop that was given these is booked."""
+        if not self._settings.spot_checks or index >= self._settings.microbatches or len(tokens) != 1:
+            return drop(tokens)
+        self._tokens[tokens_of(step, index, stage)] = HeldTensor(tokens[0], 0, owner)
+        return []
+
+    def before_drop(self, tensors: dict[Key, HeldTensor], booked: Collection[Index]) -> list[Command]:
+        """There is no room for these any more: what booked hops have used is described before it goes."""
+        wanted = {
+            key: held
+            for key, held in tensors.items()
+            if self._settings.spot_checks and key.stage == self._replica.stage and key.microbatch in booked
+        }
+        return self._describe(wanted, None) if wanted else []
+
+    def on_request(self, message: AuditRequest, booked: Collection[Index]) -> list[Command]:
+        view = self._replica.view
+        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._settings.spot_checks:
+            return []
+        if any(request == message for request, _ in self._describing.values()):
+            return []
+        if self._answer is not None and self._answer.round == message.round:
+            return self._tell(self._answer)
+        tensors = {
+            key: held
+            for key, held in (self._store.held | self._tokens).items()
+            if (key.step == message.step and key.microbatch < self._settings.microbatches)
+            and (key.stage != self._replica.stage or key.microbatch in booked)
+        }
+        return self._describe(tensors, message)
+
+    def _describe(self, tensors: dict[Key, HeldTensor], request: AuditRequest | None) -> list[Command]:
+        records = [
+            TensorRecord(key.microbatch, key.stage, key.gradient, "", held.sender) for key, held in tensors.items()
+        ]
+        task = self._id()
+        self._describing[task] = request, records
+        blobs = tuple(held.blob for held in tensors.values())
+        return [Do(Describe(task, blobs, request.seed if request is not None else ""))]
+
+    def _on_described(self, done: Done, request: AuditRequest | None, records: list[TensorRecord]) -> list[Command]:
+        sketches = done.result.sketches or (Sketch(),) * len(records)
+        described = [
+            msgspec.structs.replace(record, digest=digest, sketch=sketch)
+            for record, digest, sketch in zip(records, done.result.digests, sketches, strict=True)
+        ]
+        view = self._replica.view
+        if request is None:
+            step = view.step if view is not None else 0
+            self._gone.update({Key(step, one.index, one.stage, one.gradient): one for one in described})
+            return []
+        if view is None or (request.epoch, request.step) != (view.epoch, view.step):
+            return []
+        records = [*described, *self._gone.values()]
+        self._answer = AuditAnswer(request.epoch, request.step, request.round, tuple(records))
+        return self._tell(self._answer)
+
+    def _tell(self, message: Message) -> list[Command]:
+        return [Send(self._replica.leader, message)] if self._replica.leader is not None else []
+
+    # --------------------------------------------------------------------------------------------- hops of another's
+
+    def on_recompute(
+        self, leader: Peer, message: RecomputeRequest, chunks: tuple[SummedChunk, ...], now: float
+    ) -> list[Command]:
+        """`chunks`: of the round that it belongs to."""
+        view, serving = self._replica.view, self._replica.known.serving
+        if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._replica.able:
+            return []
+        if answer := self._ended.get((message.round, message.of)):
+            return [Send(leader, answer)]
+        if any(job.request == message for job in self._jobs):
+            return []
+        if message.of == self._name or serving.get(message.of) != serving.get(self._name) or not message.hops:
+            return []
+        hops = [self._hop(one) for one in message.hops]
+        self._jobs.append(Job(message, leader, hops, chunks))
+        return self._go_on(now)
+
+    def _hop(self, of: AuditedHop) -> Hop:
+        step, stage, last = self._replica.step, self._replica.stage, self._settings.stages - 1
+        sources = {Key(step, of.index, stage, False): of.input_from} if stage else {}
+        if stage < last:
+            sources[Key(step, of.index, stage, True)] = of.grad_from
+        return Hop(of, sources, stage in (0, last))
+
+    def _go_on(self, now: float) -> list[Command]:
+        """Ask for what the next hops need."""
+        commands: list[Command] = []
+        for hop in self._ahead():
+            if not hop.tries:
+                commands += self._ask(hop, now)
+        return commands
+
+    def _ask(self, hop: Hop, now: float) -> list[Command]:
+        hop.tries, hop.due = hop.tries + 1, now + self._store.patience_s
+        epoch = self._replica.epoch
+        commands: list[Command] = [
+            Send(peer, TensorRequest(epoch, *key, UNASKED)) for key, peer in hop.sources.items() if key not in hop.blobs
+        ]
+        if hop.needs_tokens and not hop.fetching:
+            hop.fetching, task = True, self._id()
+            self._fetches[task] = hop
+            commands.append(Do(Fetch(task, self._replica.step, hop.of.index, f"{task}/x")))
+        return commands
+
+    def on_boundary(self, peer: Peer, message: BoundaryTensor, blobs: tuple[BlobRef, ...]) -> bool:
+        """Take a tensor that a hop waits for; False: none does."""
+        key, view = key_of(message), self._replica.view
+        if view is None or message.epoch != view.epoch or len(blobs) != 1:
+            return False
+        for hop in self._waiting():
+            if hop.sources.get(key) == peer and key not in hop.blobs:
+                hop.blobs = {**hop.blobs, key: blobs[0].id}
+                return True
+        return False
+
+    def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
+        key = key_of(message)
+        lost = any(hop.sources.get(key) == peer and key not in hop.blobs for hop in self._waiting())
+        return self._end(self._jobs[0], now) if lost else []
+
+    def tick(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for hop in [hop for hop in self._waiting() if hop.due <= now]:
+            if hop.tries >= TRIES:
+                return commands + self._end(self._jobs[0], now)
+            commands += self._ask(hop, now)
+        return commands
+
+    def on_view(self, view: View, now: float) -> list[Command]:
+        """Of the hops of one that has left, or whose inputs have, nothing is said."""
+        serving, commands = self._replica.known.serving, list[Command]()
+        for job in list(self._jobs):
+            wanted = {job.request.of, *(peer for hop in job.hops for peer in hop.sources.values())}
+            if not wanted <= serving.keys():
+                commands += self._end(job, now)
+        return commands
+
+    def forget(self) -> list[Command]:
+        """The step is over, or what I hold of it is void."""
+        tokens = tuple(held.blob for held in self._tokens.values())
+        commands = drop(tokens)
+        for job in self._jobs:
+            commands += self._let_go(job)
+        self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, None, [], {}
+        return commands
+
+    def _let_go(self, job: Job) -> list[Command]:
+        hops = [*job.hops, *([job.running] if job.running is not None else [])]
+        self._fetches = {task: None if hop in hops else hop for task, hop in self._fetches.items()}
+        commands = drop(tuple(blob for hop in job.hops for blob in hop.held))
+        return [*commands, Do(EndAudit(self._id()))] if job.began else commands
+
+    def _end(self, job: Job, now: float) -> list[Command]:
+        """I cannot do it."""
+        self._jobs.remove(job)
+        return [*self._let_go(job), *self._answered(job, (), ()), *self._go_on(now)]
+
+    def _answered(self, job: Job, hops: tuple[RecomputedHop, ...], parts: tuple[Sketch, ...]) -> list[Command]:
+        of = job.request
+        answer = Recomputed(of.epoch, of.step, of.round, of.of, hops, parts)
+        self._ended[of.round, of.of] = answer
+        return [Send(job.leader, answer)]
+
+    # ----------------------------------------------------------------------------------------------------------- tasks
+
+    def start(self) -> list[Command]:
+        """The next hop, if its inputs are here and none runs."""
+        if self.running or not self._jobs:
+            return []
+        job = self._jobs[0]
+        hop = next((hop for hop in self._ahead() if hop.complete), None)
+        if hop is None:
+            return []
+        job.hops.remove(hop)
+        job.task, job.running = self._id(), hop
+        x, *more = (hop.tokens, *hop.blobs.values()) if self._replica.stage == 0 else (*self._in_order(hop), hop.tokens)
+        first, job.began, request = not job.began, True, job.request
+        grad = more[0] if more else ""
+        task = RunAudit(job.task, request.step, hop.of.index, self._replica.stage, x, grad, request.seed, first)
+        return [Do(task), Drop(hop.held)]
+
+    def _in_order(self, hop: Hop) -> list[str]:
+        return [hop.blobs[key] for key in hop.sources]
+
+    def on_done(self, done: Done, now: float) -> list[Command] | None:
+        """None: not a task of mine."""
+        if done.id in self._describing:
+            return self._on_described(done, *self._describing.pop(done.id))
+        if done.id in self._fetches:
+            hop, tokens = self._fetches.pop(done.id), f"{done.id}/x"
+            if hop is None:
+                return [Drop((tokens,))]
+            hop.tokens = tokens
+            return []
+        job = next((job for job in self._jobs if job.task == done.id), None)
+        if job is None:
+            return None
+        return self._on_hop(job, done, now) if job.running is not None else self._on_parts(job, done, now)
+
+    def _on_hop(self, job: Job, done: Done, now: float) -> list[Command]:
+        assert job.running is not None
+        result, index = done.result, job.running.of.index
+        job.done = [*job.done, RecomputedHop(index, *result.digests, *result.sketches, result.loss)]
+        job.task, job.running = "", None
+        if job.hops:
+            return self._go_on(now)
+        job.task = self._id()
+        bounds = (*(chunk.start for chunk in job.chunks), *(chunk.stop for chunk in job.chunks[-1:]))
+        return [Do(EndAudit(job.task, bounds, tuple(chunk.digest for chunk in job.chunks)))]
+
+    def _on_parts(self, job: Job, done: Done, now: float) -> list[Command]:
+        parts: dict[int, Sketch] = {}
+        for chunk, sketch in zip(job.chunks, done.result.sketches, strict=True):
+            parts[chunk.owner] = plus((parts.get(chunk.owner, Sketch()), sketch))
+        self._jobs.remove(job)
+        return [*self._answered(job, tuple(job.done), tuple(parts[at] for at in sorted(parts))), *self._go_on(now)]
+
+    def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
+        """None: not a task of mine."""
+        if failed.id in self._describing:
+            del self._describing[failed.id]
+            return []
+        if failed.id in self._fetches:
+            hop = self._fetches.pop(failed.id)
+            job = next((job for job in self._jobs if hop in job.hops), None)
+            return self._end(job, now) if job is not None else []
+        job = next((job for job in self._jobs if job.task == failed.id), None)
+        return None if job is None else self._end(job, now)
+
+    def _id(self) -> str:
+        return f"s/{next(self._serial)}"
+
+
+def tokens_of(step: int, index: Index, stage: Stage) -> Key:
+    """Under which its tokens are recorded: of the first stage as its input, of the last as the gradient of its output."""
+    return Key(step, index, stage, stage > 0)
