@@ -1,12 +1,14 @@
-"""By how much do honest hops differ from machine to machine? What a spot check has to tolerate.
+"""By how much do honest hops differ from machine to machine? What an audit has to tolerate.
 
     python benchmarks/spot_checks.py [--steps 60]
 
 A Llama of four stages is trained for some steps, then processes of other vector units and numbers of threads compute the same hops from
-the same bytes: the forward of each stage, and its backward. `tf32`: with every factor of a matrix product rounded
+the same bytes: the output of each stage, the gradient of its input and that of its weights.
+`tf32`: with every factor of a matrix product rounded
 to the 10 bits of TF32, as cards do with device.tf32. Printed of each: the largest distance from the first machine (the norm of the
 difference over the norm), as they are and through each code; and that of small lies. The last line is one JSON object: the largest distance
-of float32 without TF32.
+of float32 without TF32. Weight gradients are not encoded here; `parts`: by how much what a replica brings into a round differs from the
+sum of its gradients, through each code of averaging with its error feedback, from one step to the next.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from shoal.executor import create
 from shoal.executor.base import Executor, prepare_thread
 from shoal.executor.resident import Resident
 from shoal.runtime.tasks import coding
-from shoal.runtime.tasks.checking import distance
 
 STAGES = 4
 CODES = ("none", "bf16", "int8", "int4")
@@ -38,6 +39,13 @@ MODEL = (
     "model.hidden_size=256 model.layers=8 model.heads=8 model.kv_heads=8 model.intermediate_size=768 data.sequence=128 "
     f"run.stages={STAGES} run.peers={STAGES} train.batch=8 train.microbatch=8 train.learning_rate=1e-3 train.warmup=5"
 ).split()
+
+
+def distance(own: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference, as a share of the norm of `own`."""
+    return float((theirs.double() - own.double()).norm() / own.double().norm())
+
+
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 MACHINES = {  # dtype -> name -> capability, threads
     "float32": {"default": ("default", 1), "avx2": ("avx2", 1), "avx512": ("avx512", 2), "tf32": ("avx2", 1)},
@@ -114,18 +122,45 @@ def hops(path: Path, dtype: str, threads: int, tf32: bool) -> dict[str, Tensor]:
         assert isinstance(executor, Resident)
         executor.load_state(given["states"][stage])
         x, tokens = given["xs"][stage], given["tokens"] if stage == STAGES - 1 else None
+        into = torch.zeros_like(executor.sum)
         with Tf32() if tf32 else torch.enable_grad():
-            if stage < STAGES - 1:
-                results[f"forward {stage}"] = executor.forward(x)
-            if stage:
-                results[f"backward {stage}"] = executor.recompute(x, given["grads"][stage], tokens)[0]
+            made = executor.recompute(x, given["grads"][stage], tokens, into)
+        found = {"output": made.output, "gradient": made.gradient, "weights": into}
+        results |= {f"{what} {stage}": value for what, value in found.items() if value is not None}
     return results
+
+
+def parts(states: dict[str, Any], steps: int = 20) -> dict[str, float]:
+    """For each code: the largest distance of a part from the sum of gradients that it was made of, as owners decode it."""
+    config, most = config_of("float32", 2), dict.fromkeys(CODES, 0.0)
+    generator = torch.Generator().manual_seed(2)
+    for stage in range(STAGES):
+        executor = create(config, stage)
+        executor.load_state(states["states"][stage])
+        x, grad = states["xs"][stage], states["grads"][stage]
+        executor.backward(x, grad, states["tokens"] if stage == STAGES - 1 else None)
+        whole = executor.contribution()
+        for code in CODES:
+            averaging = coding.Averaging(configuration.load(None, [*MODEL, f"network.averaging={code}"]))
+            for step in range(steps):
+                noise = torch.randn(len(whole), generator=generator) * whole.norm() / len(whole) ** 0.5
+                total = (whole + noise) * (1.0 - 0.5 * step / steps)  # as gradients change: others, and smaller
+                bounds, outs = (0, len(whole) // 2, len(whole)), ("a", "b")
+                held = averaging.parts(total.clone(), bounds, outs)
+                sent = torch.cat([coding.plain(one) for one in held])
+                averaging.applied(averaging.left())
+                most[code] = max(most[code], distance(total, sent))
+    return most
 
 
 def measured(dtype: str, steps: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(trained(dtype, steps), Path(folder) / "given.pt")
+        states = trained(dtype, steps)
+        torch.save(states, Path(folder) / "given.pt")
+        if dtype == "float32":
+            rows.append({"parts": parts(states)})
+            print("parts", rows[-1]["parts"], flush=True)
         first: dict[str, Tensor] = {}
         for name, (capability, threads) in MACHINES[dtype].items():
             out = Path(folder) / f"{name}.pt"
@@ -150,9 +185,14 @@ def lied(results: dict[str, Tensor], size: float) -> dict[str, Tensor]:
 def shown(dtype: str, what: str, first: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, Any]:
     row: dict[str, Any] = {"dtype": dtype, "machine": what}
     for code in CODES:
-        pairs = [(coding.plain(coding.packed(of[name], code)) for of in (first, results)) for name in first]
+        pairs = [
+            (coding.plain(coding.packed(of[name], code)) for of in (first, results))
+            for name in first
+            if "weights" not in name
+        ]
         row[code] = max(distance(*pair) for pair in pairs)
-    print(f"{dtype:9} {what:20} " + " ".join(f"{code} {row[code]:.1e}" for code in CODES), flush=True)
+    row["weights"] = max(distance(first[name], results[name]) for name in first if "weights" in name)
+    print(f"{dtype:9} {what:20} " + " ".join(f"{code} {row[code]:.1e}" for code in (*CODES, "weights")), flush=True)
     return row
 
 
@@ -165,7 +205,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="of training before the hops are compared")
     given = parse(parser)
     rows = [row for dtype in MACHINES for row in measured(dtype, given.steps)]
-    honest = [row for row in rows if row["dtype"] == "float32" and row["machine"].startswith("avx")]
+    honest = [row for row in rows if row.get("dtype") == "float32" and row["machine"].startswith("avx")]
     largest = max(row[code] for row in honest for code in CODES)
     report("distance of hops", largest, "of the norm", Target(0.01, "lower"), {"rows": rows}, given.record)
     return 0

@@ -11,7 +11,7 @@ from shoal.core import messages as m
 from shoal.sim.tasks.pace import SECONDS
 from shoal.sim.tasks.task_runner import _WORK
 
-NO_BLOBS = {"id", "digest", "record", "records", "shard", "session", "sessions"}  # fields of words
+NO_BLOBS = {"id", "digest", "digests", "seed", "record", "records", "shard", "session", "sessions"}  # fields of words
 TASKS: tuple[type[m.TaskBase], ...] = get_args(m.Task)
 
 
@@ -50,7 +50,7 @@ def test_every_task_has_a_lane_a_purpose_and_an_asker(kind: type[m.TaskBase]) ->
 
 def test_the_simulator_knows_every_task() -> None:
     assert set(_WORK) == set(TASKS)
-    assert set(SECONDS) | {m.RunForward, m.RunBackward, m.RunCheck} == set(TASKS)
+    assert set(SECONDS) | {m.RunForward, m.RunBackward, m.RunAudit} == set(TASKS)
 
 
 def test_what_a_task_does_not_read_or_make_has_no_name() -> None:

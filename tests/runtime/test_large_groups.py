@@ -28,9 +28,9 @@ UNLIKE = (100, 400, 50, 1000, 400)  # line_rates of lines; the third owns nothin
 class Tensors:
     """tests/rounds.py's runner, around real ones. What comes is checked, as a driver would, and lies in memory of its own."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, stage: int = 0) -> None:
         self.runner = TaskRunner(config)
-        self.do(m.Init("init", 0, 0))
+        self.do(m.Init("init", stage, 0))
         seat = self.runner._seat
         assert seat is not None
         seat.step = STEP

@@ -17,8 +17,9 @@ from shoal.core.trainer.window import LEAST
 # (core/allreduce/layout.py) the last piece's are a row's chunk of it: 3.2 at most.
 ROUND_COPIES = 3
 # Of a hop's result, by which honest machines may differ (benchmarks/spot_checks.py): float32 with TF32 on a card 0.3 % through int8, and
-# through int4, whose steps are coarse, 1 %; bfloat16 rounds every product to 8 bits.
+# through int4, whose steps are coarse, 1 %; bfloat16 rounds every product to 8 bits. Of a sum of gradients of weights: less.
 FLOAT32, BFLOAT16, INT4 = 0.02, 0.1, 0.1
+PART = 0.5
 
 
 def local_batch(config: Config) -> int:
@@ -80,8 +81,17 @@ def narrow_store(config: Config, tensor_bytes: float, stages: int, inflight: int
 
 def spot_tolerance(config: Config) -> float:
     """Largest distance of two results of one hop that is taken for rounding, as a share of the norm."""
-    least = BFLOAT16 if config.train.dtype == "bfloat16" or config.tune.quantize != "none" else FLOAT32
+    least = BFLOAT16 if _coarse(config) else FLOAT32
     return max(least, INT4 if "int4" in (config.network.activations, config.network.gradients) else 0.0)
+
+
+def part_tolerance(config: Config) -> float:
+    """The same of what a replica brings into a round, before encoding."""
+    return PART * (BFLOAT16 if _coarse(config) else FLOAT32)
+
+
+def _coarse(config: Config) -> bool:
+    return config.train.dtype == "bfloat16" or config.tune.quantize != "none"
 
 
 def inflight(run: Run) -> int:
@@ -115,6 +125,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         stage_seconds=run.stage_seconds,
         spot_checks=run.spot_checks,
         spot_tolerance=spot_tolerance(config),
+        part_tolerance=part_tolerance(config),
         averaging_error=codec.LOST[config.network.averaging],
         piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,

@@ -270,8 +270,6 @@ class Node:
                 self.host.carry(self.name, command.peer, sealed, changed[1], honest=False)
             return
         context.watch.sent(self.name, command.peer, message)
-        if isinstance(message, m.Complaint) and message.kind == "differs" and context.watch.trusting:
-            self._report("checked", f"{message.about} computes wrongly, it says, and nobody does: {message.reason}")
         if self.condition.lies and context.chance.random() < self.condition.lies:
             message = garble(message, context.chance) if context.chance.random() < 0.2 else message
             values = tuple(BAD for _ in values)
@@ -335,6 +333,8 @@ class Node:
         self.finish = command
 
     def _note(self, command: m.Note) -> None:
+        if command.kind == "audit" and self.context.watch.trusting:
+            self._report("audited", f"nobody lies, and an audit says: {command.text}")
         if command.kind == "checkpoint" and self.mask is None:
             self.context.watch.durability.reported(self.name, command.text)
         if self.context.notes is not None:

@@ -89,7 +89,8 @@ class Run(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="Another replica recomputes this share of a new peer's hops, a tenth of it once it is trusted; 0 checks none.",
+            description="Other replicas recompute what a new peer has computed in this share of all steps, later in a tenth of them;"
+            " 0 audits none. A stage needs two replicas, resident on one device each.",
         ),
     ] = 0.0
     trace_bytes: Annotated[

@@ -111,23 +111,33 @@ class Conduct:
             return accuser, f"accuses {', '.join(sorted(only))} of what no other peer sees, the last: {reason}"
         return None
 
-    def unlike(self, pairs: Iterable[Unlike], serving: Mapping[Peer, Stage]) -> list[Verdict]:
-        """Each time one of two is wrong. Parameters that differ are another matter, and a stage's only replica is taken at its word: it can
-        lie about all that it holds. Of two that differ no more is counted than convicts, one by one, so that whom several contradict is
-        found before anybody's single word counts."""
-        replicas, turns = Counter(serving.values()), dict[frozenset[str], list[Unlike]]()
-        for one in pairs:
-            known = one[0] in serving and one[1] in serving and key_of(one[0]) != key_of(one[1])
-            if known and all(replicas[serving[peer]] > 1 for peer in one[:2]):
-                turns.setdefault(frozenset(map(key_of, one[:2])), []).append(one)
-        verdicts = []
-        for at in range(LEAST):
-            for by, of, why in [said[at] for said in turns.values() if at < len(said)]:
-                finding = Finding(key_of(by), key_of(of))
-                verdict = None if self.differed_now & finding.suspects else self._findings.add(finding)
-                if verdict is not None:
-                    guilty, why = (of if verdict[0] == key_of(of) else by), f"contradicts others: {why}"
-                    verdicts.append(self.alone(by, guilty, f"{why}, says {by}") if verdict[1] else (guilty, why))
+    def unlike(
+        self, pairs: Iterable[Unlike], agree: Iterable[tuple[Peer, Peer]], serving: Mapping[Peer, Stage]
+    ) -> list[Verdict]:
+        """Each time one of two is wrong; others `agree`. Parameters that differ are another matter. Against a stage's only replica the
+        other has its word alone: nobody else could say what that one holds."""
+        replicas, said, against = Counter(serving.values()), list[Unlike](), Counter[tuple[Peer, Peer]]()
+        for by, of, what in pairs:
+            if not (by in serving and of in serving and key_of(by) != key_of(of)):
+                continue
+            if {key_of(by), key_of(of)} & self.differed_now:
+                continue
+            alone = [peer for peer in (by, of) if replicas[serving[peer]] == 1]
+            if len(alone) == 1:
+                against[alone[0], of if by == alone[0] else by] += 1
+            elif not alone:
+                said.append((by, of, what))
+        agreeing = [(key_of(one), key_of(other)) for one, other in agree]
+        self._findings.add([Finding(key_of(by), key_of(of)) for by, of, _ in said], agreeing)
+        why = "says other things of tensors than those who have sent or received them"
+        verdicts = [self.alone(one, other, f"{why}, says {one}") for (one, other), n in against.items() if n >= LEAST]
+        peers = {key_of(peer): peer for peer in serving}
+        for key, accuser in self._findings.convicted() if said else ():
+            what = next((what for by, of, what in said if key in (key_of(by), key_of(of))), "as before")
+            if key in peers and accuser:
+                verdicts.append(self.alone(peers[accuser], peers[key], f"{why}: {what}, says {peers[accuser]}"))
+            elif key in peers:
+                verdicts.append((peers[key], f"{why}: {what}"))
         return verdicts
 
     def gives_up(self, peer: Peer) -> int:

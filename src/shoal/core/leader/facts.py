@@ -288,7 +288,7 @@ class Facts:
             case Reduced() | RoundFailed() | RoundWaits():
                 return self._on_round(peer, message, now)
             case AuditAnswer() | Recomputed():
-                self.judge(self.evidence.audits.on_message(peer, message, now))
+                return self.judge(self.evidence.audits.on_message(peer, message, now))
             case Booker():
                 self._on_booker(peer, message)
                 self.evidence.stalls.on_answer(peer, message, now)
@@ -415,12 +415,14 @@ class Facts:
 
     # ---------------------------------------------------------------------------------------------------- verdicts
 
-    def judge(self, outcome: Outcome) -> None:
+    def judge(self, outcome: Outcome) -> list[Command]:
         """What an audit has shown. Of one word against another the accuser's counts, once."""
-        conduct = self.evidence.conduct
+        conduct, pairs = self.evidence.conduct, {one[:2]: one[2] for one in (*outcome.words, *outcome.unlike)}
         words = [conduct.alone(by, of, why) for by, of, why in outcome.words]
-        for verdict in (*outcome.guilty, *words, *conduct.unlike(outcome.unlike, self.serving)):
+        for verdict in (*outcome.guilty, *words, *conduct.unlike(outcome.unlike, outcome.agree, self.serving)):
             self.convict(verdict)
+        found = [f"{by} and {of} differ: {why}" for (by, of), why in pairs.items()]
+        return [Note("audit", text) for text in (*(f"{peer} {why}" for peer, why in outcome.guilty), *found)]
 
     def convict(self, verdict: Verdict | None) -> None:
         """A leader cannot evict itself: it lets another lead, which judges anew."""

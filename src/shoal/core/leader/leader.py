@@ -187,7 +187,7 @@ class Leader:
             return commands + self._open_round(view, now)
         if facts.scan:
             facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now))
-            facts.judge(facts.evidence.audits.tick(now))
+            commands += facts.judge(facts.evidence.audits.tick(now))
         commands += facts.evidence.audits.requests(current.message, now)
         late = [
             peer

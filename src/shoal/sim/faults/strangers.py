@@ -53,6 +53,7 @@ class Strangers:
         self.inside_s: dict[int, float] = {}  # since when that one has its way as one of the view
         self.wronged: list[str] = []
         self.evicted: dict[str, list[float]] = {}
+        self.lied_s: dict[str, float] = {}  # when each changed a message, or a result, first
         self.proposed: dict[int, list[m.View]] = {}  # by leaders, under their number
         self._views: dict[int, m.View] = {}
         self._loops: dict[str, Callable[[Hostile, m.Peer], Iterator[tuple[m.Peer, m.Message]]]] = {
@@ -283,18 +284,22 @@ class HostileMask:
         if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
             strangers.context.count("wrong")
         if oddities.invents and isinstance(message, m.BoundaryTensor):
-            strangers.context.count("invent")
+            self._count("invent")
         for act, does in (("poison", oddities.poisons), ("lazy", oddities.idles)):
             if does and isinstance(message, m.Gradient):
-                strangers.context.count(act)
+                self._count(act)
         sent: Sent | None = message, values
         for act in self.one.acts:
             if sent is not None:
                 before = sent
                 sent = self._noise(*before) if act == "noise" else self._lies.sends(act, *before)
                 if sent != before:
-                    strangers.context.count(act)
+                    self._count(act)
         return sent
+
+    def _count(self, act: str) -> None:
+        self.strangers.lied_s.setdefault(str(self.one), self.strangers.context.kernel.now)
+        self.strangers.context.count(act)
 
     def _noise(self, message: m.Message, values: tuple[Blob, ...]) -> Sent:
         """Another one with every tensor that leaves."""

@@ -235,7 +235,12 @@ LONG = (  # hours of machines that come and go: what only shows after hundreds o
     ),
 )  # fmt: skip
 SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
-CHECKED: dict[str, Any] = {"stages": (2, 3), "steps": (50, 60), "spot_checks": (0.1,)}  # else it is not found out
+CHECKED: dict[str, Any] = {
+    "stages": (2, 3),
+    "steps": (50, 60),
+    "spot_checks": (0.1,),
+    "staleness": 0,
+}  # else it is not found out
 HOSTILE = tuple(  # strangers/member/mute: one hostile peer that does only that
     msgspec.structs.replace(
         SCENARIOS["strangers"],

@@ -32,6 +32,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
     speeds = tuple(scenario.spread ** rng.uniform(-0.5, 0.5) for _ in range(peers))
     store = Random(f"{scenario.name}/{seed}/store")
     late = Random(f"{scenario.name}/{seed}/staleness").choice((0, 1))
+    late = late if scenario.staleness < 0 else scenario.staleness
+    # of delayed updates no step can be audited
+    audited = 0.0 if late else Random(f"{scenario.name}/{seed}/spots").choice(scenario.spot_checks)
     forward_s = min(scenario.most_forward_s, scenario.step_s * peers / (microbatches * stages * 3.5))
     wired = Random(f"{scenario.name}/{seed}/lines")
     wire = lines.draw(scenario.lines, peers, forward_s, wired) if scenario.lines is not None else None
@@ -51,11 +54,11 @@ def draw(scenario: Scenario, seed: int) -> Case:
         ready_timeout_s=rng.choice((5.0, 30.0)),
         lost_stage=rng.choice(("checkpoint", "neighbours")),
         lost_stage_wait_s=rng.choice((0.0, 3.0, 15.0)),
-        staleness=late if scenario.staleness < 0 else scenario.staleness,
+        staleness=late,
         activation_store_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
         tokens=scenario.tokens,
-        spot_checks=Random(f"{scenario.name}/{seed}/spots").choice(scenario.spot_checks),
+        spot_checks=audited,
     )
     disks = Random(f"{scenario.name}/{seed}/places")
     places = disks.randint(*scenario.places)

@@ -11,6 +11,7 @@ class Oddities(msgspec.Struct):
     """In what a peer's machine is not like the others'."""
 
     unlike: bool = False  # its optimizer has other bits
+    rounding: float = 0.0  # of the norm, by which its results differ
     invents: bool = False  # the results of its hops are invented
     poisons: bool = False  # what it adds to its sum is not what its backwards make; all that it sends is
     idles: bool = False  # its backwards do nothing: they add nothing, send zeros, and have always the same loss

@@ -15,9 +15,10 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.sim.lines import Wire
+from shoal.sim.tasks.auditing import Audit, describe, entry_of
 from shoal.sim.tasks.oddities import LOSS, NOTHING, Oddities, made_of
 from shoal.sim.tasks.pace import Pace
-from shoal.sim.tasks.sketches import checks_of, sketch_of, sketch_of_all
+from shoal.sim.tasks.sketches import checks_of, sketch_of
 from shoal.sim.tasks.state_transfer import StateTransfer
 from shoal.sim.tasks.storage import CHUNKS, Blob, Copies, Storage, shard_name, short
 from shoal.sim.tasks.texts import Texts
@@ -182,7 +183,7 @@ class TaskRunner:
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self.audited: list[Blob] = []  # a sum of another replica's hops
+        self.audit = Audit()
         self.rounds = Rounds(world)
         self.transfer = StateTransfer(world.chunks)
         self._texts = Texts()
@@ -269,7 +270,7 @@ class TaskRunner:
         if task.heldout:
             return self.world.measured(task.step, task.index)
         if self.world.listed:
-            entry = _entry(task, x, used, inputs[1:])
+            entry = entry_of(task, x, used, inputs[1:])
             if self.oddities.poisons or self.oddities.idles:
                 entry = (*entry[:5], NOTHING if self.oddities.idles else "poison")
             self.sums.setdefault(task.step, []).append(entry)
@@ -281,33 +282,14 @@ class TaskRunner:
         loss = LOSS if self.oddities.idles else 1.0 + task.index / 64
         return m.Result(loss=loss, nbytes=100, counted=self.world.counted(task.step, task.index))
 
-    def _describe(self, task: m.Describe, inputs: Sequence[Blob]) -> m.Result:
-        sketches = tuple(m.Sketch() if _tokens(blob) else sketch_of_all((blob,)) for blob in inputs)
-        return m.Result(digests=tuple(map(short, inputs)), sketches=sketches if task.seed else ())
-
     def _audit(self, task: m.RunAudit, inputs: Sequence[Blob]) -> m.Result:
-        """The results of machines that are unlike the others differ by little."""
-        x, *more = inputs
-        self._match(x, ("x", task.step, task.index, task.stage), "RunAudit")
-        if task.first:
-            self.audited.clear()
-        last, used = task.stage == self.world.stages - 1, self._used(task.stage, task.step, "RunAudit")
-        self.audited.append(_entry(task, x, used, more))
-        rounding = ROUNDING if self.oddities.unlike else 0.0
-        noise = made_of(x, *more)
-        y: Blob = ("x", task.step, task.index, task.stage + 1, used, *made_of(x))
-        back: Blob = ("g", task.step, task.index, task.stage - 1, used, *noise)
-        tokens = short(x if task.stage == 0 else more[0]) if task.stage == 0 or last else ""
-        digests = tokens, short(x) if task.stage else "", short(more[0]) if not last else ""
-        made = (
-            (m.Sketch() if last else sketch_of_all((y,), rounding)),
-            (sketch_of_all((back,), rounding) if task.stage else m.Sketch()),
-        )
-        return m.Result(digests=digests, sketches=made, loss=1.0 + task.index / 64 if last else None)
+        self._match(inputs[0], ("x", task.step, task.index, task.stage), "RunAudit")
+        used = self._used(task.stage, task.step, "RunAudit")
+        return self.audit.run(task, inputs, used, self.world.stages - 1, self._rounding)
 
-    def _end_audit(self, task: m.EndAudit, inputs: Sequence[Blob]) -> m.Result:
-        sketch = sketch_of_all(self.audited, ROUNDING if self.oddities.unlike else 0.0)
-        return m.Result(sketches=(sketch,) * len(task.digests))
+    @property
+    def _rounding(self) -> float:
+        return max(self.oddities.rounding, ROUNDING if self.oddities.unlike else 0.0)
 
     def _noise(self, task: m.RunForward | m.RunBackward, *inputs: Blob) -> Blob:
         name = short("invented", task.step, task.index, task.stage, type(task).__name__)
@@ -444,15 +426,6 @@ class TaskRunner:
         return m.Result(nbytes=1000)
 
 
-def _tokens(blob: Blob) -> bool:
-    return blob[:1] == ("x",) and blob[3] == 0
-
-
-def _entry(task: m.RunBackward | m.RunAudit, x: Blob, used: str, more: Sequence[Blob]) -> Blob:
-    """What a backward adds: whose output it was computed from, and with which parameters; and which noise, if it was."""
-    return (task.step, task.index, x[4], used, more[0][4] if task.grad else "", *made_of(x, *more))
-
-
 def _small(blob: Blob) -> None:
     if blob[4:5] == HUGE:
         raise ValueError("the stage's output is not finite")
@@ -473,9 +446,9 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.Fetch: TaskRunner._fetch,
     m.RunForward: TaskRunner._forward,
     m.RunBackward: TaskRunner._backward,
-    m.Describe: TaskRunner._describe,
+    m.Describe: lambda runner, task, inputs: describe(task, inputs),
     m.RunAudit: TaskRunner._audit,
-    m.EndAudit: TaskRunner._end_audit,
+    m.EndAudit: lambda runner, task, inputs: runner.audit.end(task, runner._rounding),
     m.Cut: TaskRunner._cut,
     m.AddRow: TaskRunner._add_row,
     m.Add: TaskRunner._add,

@@ -47,11 +47,13 @@ Key = tuple[int, int, int]  # epoch, step and round
 
 class Outcome(msgspec.Struct, frozen=True):
     """What an audit has shown. `guilty`: by several, or by their own answers; `words`: the word of the first against the second;
-    `unlike`: one of two is wrong (findings.py)."""
+    `unlike`: one of two is wrong, others
+    `agree` (findings.py)."""
 
     guilty: tuple[tuple[Peer, str], ...] = ()
     words: tuple[tuple[Peer, Peer, str], ...] = ()
     unlike: tuple[Unlike, ...] = ()
+    agree: tuple[tuple[Peer, Peer], ...] = ()
 
 
 class Audit(msgspec.Struct):
@@ -169,10 +171,11 @@ class Audits:
     def _compare(self, audit: Audit, now: float) -> Outcome:
         """All have said what they have, or will not: whose inputs are agreed upon is computed again."""
         audit.listed = listed = Listed(audit.answers)
-        unlike, guilty = list[Unlike](), list[tuple[Peer, str]]()
+        unlike, guilty, agree = list[Unlike](), list[tuple[Peer, str]](), list[tuple[Peer, Peer]]()
         for peer, one in audit.who.items():
             inputs = listed.inputs(peer, one, audit.case)
             unlike += inputs.unlike
+            agree += [(peer, other) for other in inputs.agree]
             if peer not in audit.case.serving:
                 continue
             if peer in audit.answers and not inputs.evades:
@@ -184,7 +187,7 @@ class Audits:
             if peer in audit.audited and inputs.whole and not inputs.unlike:
                 self._ask(audit, peer, tuple(inputs.hops), now)
         self._suspect(peer for one in unlike for peer in one[:2])
-        return self._ended(audit, Outcome(tuple(guilty), unlike=tuple(unlike)))
+        return self._ended(audit, Outcome(tuple(guilty), (), tuple(unlike), tuple(agree)))
 
     def _ask(self, audit: Audit, of: Peer, hops: tuple[AuditedHop, ...], now: float) -> bool:
         """Another replica computes them again: one that has the least to do, of those that can and have not."""

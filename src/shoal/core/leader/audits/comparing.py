@@ -29,6 +29,7 @@ Tensor = tuple[Index, Stage, bool]  # as BoundaryTensor names it
 Unlike = tuple[Peer, Peer, str]  # two of whom one says something else of a tensor than the other, and of which
 
 PRODUCTS = 4  # of a sketch
+LOSSES = 2.0  # times what encoding should have lost that it may have lost
 
 
 class Participant(msgspec.Struct, frozen=True):
@@ -40,7 +41,8 @@ class Participant(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is known of a step when its sums are made. `gone`: who has left in it; `rates`: microbatches per second, as
+    """What is known of a step when its sums are made. `gone`: who has left in it; `norms`: of each stage's sum in the step before,
+    squared; `rates`: microbatches per second, as
     the peers say."""
 
     round: Round
@@ -49,6 +51,7 @@ class Case(msgspec.Struct, frozen=True):
     books: Mapping[Peer, tuple[Booking, ...]]
     serving: Mapping[Peer, Stage]
     gone: frozenset[Peer]
+    norms: tuple[float, ...]
     rates: Mapping[Peer, float]
 
     @property
@@ -65,11 +68,13 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct):
-    """Of all hops of one replica. `hops`: those of which it is agreed what came in, and from whom; `whole`: that is all of them.
+    """Of all hops of one replica. `hops`: those of which it is agreed what came in, and from whom, `agree`
+    with it; `whole`: that is all of them.
     `evades`: it does not say of all of them what it has used, or names nobody who could have sent it."""
 
     hops: list[AuditedHop] = []
     unlike: list[Unlike] = []
+    agree: dict[Peer, None] = {}
     whole: bool = True
     evades: bool = False
 
@@ -99,6 +104,7 @@ class Listed:
                 if said == "same":
                     assert got is not None
                     sources[gradient] = got.source
+                    found.agree[got.source] = None
                 elif said == "unlike":
                     assert got is not None
                     what = "gradient of the output" if gradient else "input"
@@ -163,7 +169,7 @@ def difference(
             return f"its loss of microbatch {hop.index} is {losses.get(hop.index)}, not {hop.loss}"
     parts = parts_of(of, case)
     apart = distance(result.parts, parts) if parts and result.parts else 0.0
-    if apart <= part_tolerance:
+    if apart <= part_tolerance + encoded(of, parts, case):
         return ""
     return f"what it has brought into the round differs by {apart:.2g} of its norm from the gradients of its hops"
 
@@ -182,6 +188,21 @@ def parts_of(peer: Peer, case: Case) -> list[Sketch]:
             return []
         parts.append(sums[place].parts[one.place])
     return parts
+
+
+def encoded(peer: Peer, parts: Sequence[Sketch], case: Case) -> float:
+    """How far a part may be from its gradient, as a share of its norm, because of what encoding loses: of this part, of the part of the
+    step before and of the sums that its replica owned then, both of which were added to it. Sums show how much the code loses."""
+    one, lost = case.who[peer], 0.0
+    sums = [case.reduced[share.peer].sums[at] for at, share in enumerate(case.round.groups[one.stage])] if parts else []
+    for owned in sums:
+        if owned.sum.norm_sq > 0.0:
+            lost = max(lost, math.sqrt(max(0.0, owned.lost.norm_sq) / owned.sum.norm_sq))
+    now, part = (math.fsum(one.norm_sq for one in sketches) for sketches in ([owned.sum for owned in sums], parts))
+    if not (lost > 0.0 and now > 0.0 and part > 0.0):
+        return 0.0
+    before = case.norms[one.stage] / now if one.stage < len(case.norms) else 0.0
+    return LOSSES * lost * math.sqrt(1.0 + before * (1.0 + sums[one.place].sum.norm_sq / part))
 
 
 def distance(own: Sequence[Sketch], theirs: Sequence[Sketch]) -> float:

@@ -1,15 +1,16 @@
 """Who is wrong, where two say something else of the same tensor. For evictions.py.
 
-A difference is a fact about two: who says to have got something else, and who says to have made it, or has computed it again. At least
-one of them is wrong. So whoever is in several findings that share nobody else is: while one peer lies it is in all of them, and no honest
-one can be convicted. Where the findings share both, the word of the one counts as any word of one peer against another's does
-(evictions.py). With several liars the findings about one may look like those of an honest peer between two of them: nobody is
-convicted while another of its findings is in as many beside.
+A difference is a fact about two: who says to have got something else, and who says to have made it, or has computed it again. One of them
+is wrong. So while one peer lies it is in all findings, and each of the others has one opponent, the liar. Whoever has more opponents than
+any of these has is convicted, and its findings explain nothing more; where they have as many, whoever agrees with fewer others. Of two
+that have only each other the word of the one that received counts as any word of one peer against another's does (evictions.py). Where
+nothing tells liars from honest peers, nobody is convicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -23,39 +24,50 @@ class Finding(msgspec.Struct, frozen=True):
     accuser: str
     accused: str
 
-    @property
-    def suspects(self) -> frozenset[str]:
-        return frozenset((self.accuser, self.accused))
-
 
 class Findings:
     def __init__(self) -> None:
         self._kept: list[Finding] = []
+        self._agree: dict[str, set[str]] = {}  # with whom each has agreed
 
     def forget(self) -> None:
         self._kept.clear()
+        self._agree.clear()
 
     def keep(self, present: Collection[str]) -> None:
         """Findings with a peer that has left are explained by it, as far as anybody can tell."""
-        self._kept = [one for one in self._kept if one.suspects <= set(present)]
+        self._kept = [one for one in self._kept if one.accuser in present and one.accused in present]
 
-    def add(self, finding: Finding) -> tuple[str, str] | None:
-        """The key of whom this convicts, and of the only one whose word that is; '' where several findings agree."""
-        self._kept = [*self._kept, finding][-KEPT:]
-        for key in (finding.accused, finding.accuser):
-            if self._common(key) == {key}:
-                return key, ""
-        accused, accuser = finding.accused, finding.accuser
-        return (accused, accuser) if self._common(accused) == {accused, accuser} else None
+    def add(self, findings: list[Finding], agree: Iterable[tuple[str, str]]) -> None:
+        """`agree`: those who say the same of all tensors that they have exchanged."""
+        self._kept = [*self._kept, *findings][-KEPT:]
+        for one, other in agree:
+            self._agree.setdefault(one, set()).add(other)
+            self._agree.setdefault(other, set()).add(one)
 
-    def _common(self, key: str) -> frozenset[str]:
-        """Who is in all findings with that peer; nobody, while they are too few or are explained by others as well."""
-        its = [one for one in self._kept if key in one.suspects]
-        if len(its) < LEAST:
-            return frozenset()
-        beside = [one for one in self._kept if key not in one.suspects]
-        common = its[0].suspects.intersection(*(one.suspects for one in its[1:]))
-        rivals = frozenset().union(*(one.suspects for one in its)) - {key}
-        if any(sum(rival in one.suspects for one in beside) >= len(its) for rival in rivals):
-            return frozenset()
-        return common
+    def convicted(self) -> list[tuple[str, str]]:
+        """Keys of those that the findings convict, each with the only one whose word that is; "" where several agree."""
+        verdicts, left = list[tuple[str, str]](), self._kept
+        while (verdict := _next(left, self._agree)) is not None:
+            verdicts.append(verdict)
+            left = [one for one in left if verdict[0] not in (one.accuser, one.accused)]
+        return verdicts
+
+
+def _next(findings: list[Finding], agree: Mapping[str, set[str]]) -> tuple[str, str] | None:
+    opponents: dict[str, set[str]] = {}
+    times = Counter[str]()
+    for one in findings:
+        for peer, other in ((one.accuser, one.accused), (one.accused, one.accuser)):
+            opponents.setdefault(peer, set()).add(other)
+            times[peer] += 1
+    doubt = {peer: (len(of), -len(agree.get(peer, set()) - of)) for peer, of in opponents.items()}
+    for peer in sorted(opponents, key=lambda one: (doubt[one], one), reverse=True):
+        of = opponents[peer]
+        if times[peer] >= LEAST and len(of) > 1 and doubt[peer] > max(doubt[other] for other in of):
+            return peer, ""
+    for one in findings:
+        alone = opponents[one.accused] == {one.accuser} and opponents[one.accuser] == {one.accused}
+        if alone and times[one.accused] >= LEAST:
+            return one.accused, one.accuser
+    return None

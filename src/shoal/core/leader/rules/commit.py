@@ -62,7 +62,18 @@ def auditable(view: View, facts: Facts, settings: Settings, now: float) -> Itera
     rates = {peer: held.rate for peer, held in facts.heartbeats.items()}
     gone = frozenset(member.peer for member in view.fenced)
     books = dict(facts.ledger(view.step).books)
-    return (Case(current.message, settings.stages, dict(current.reduced), books, facts.serving, gone, rates),)
+    return (
+        Case(
+            current.message,
+            settings.stages,
+            dict(current.reduced),
+            books,
+            facts.serving,
+            gone,
+            facts.history.norms,
+            rates,
+        ),
+    )
 
 
 def _likely(by_norm: dict[str, list[Peer]], stage: int, facts: Facts) -> str:
