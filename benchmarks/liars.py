@@ -40,6 +40,7 @@ from shoal.core import messages as m
 from shoal.executor.answers import known_answers
 from shoal.launcher.peer import die_with
 from shoal.runtime.node import Node
+from shoal.runtime.tasks import coding
 from shoal.runtime.tasks.coding import Held
 from shoal.sim.faults import edges
 from shoal.sim.faults.lies import Lies, Situation, unasked
@@ -54,10 +55,11 @@ NAG_S = 0.25  # between two messages of those who do one thing again and again
 SLOW_S = 1.5  # by which a slow liar delays its answers
 LOSS_STEP = 39
 HONEST_AGAIN = 5  # kinds between two honest runs, with which those are compared
+POISON, CONSTANT = 0.5, 5.0  # of the norm of each gradient; a loss
 HEAVY = 1e14  # below what a driver refuses
 KINDS = (
     "honest", "withhold", "held", "missing", "refuse", "busy", "idle", "slow", "rate",
-    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "invent", "parts", "wrong sums", "wrong totals",
+    "sums", "digest", "digest+sums", "norm", "overflow", "noise", "invent", "poison", "lazy", "parts", "wrong sums", "wrong totals",
     "mute", "gone", "coming", "books:all", "books:twice", "books:impossible", "frozen", "far", "loss",
     "complain", "culprit", "waits", "unable", "nonfinite", "coup", "queries", "fuzz",
 )  # fmt: skip
@@ -106,6 +108,8 @@ class Liar:
             self.invent()
         if "wrong totals" in self.acts:
             self.add_up_wrong()
+        if {"poison", "lazy"} & {*self.acts}:
+            self.add_wrong("lazy" in self.acts)
         self.really = node.transport.send
         node.transport.send = self.send  # type: ignore[method-assign]
 
@@ -136,6 +140,30 @@ class Liar:
             return really(made_up, how)
 
         outgoing.put = wrong
+
+    def add_wrong(self, nothing: bool) -> None:
+        """What it adds to its sum is the gradient and noise of half its norm; or `nothing`, and zeros and a constant loss are sent."""
+        runner = self.node.runner
+        really = runner._backward  # type: ignore[attr-defined]
+
+        def wrong(task: m.RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> m.Result:
+            executor = runner._seat.executor  # type: ignore[attr-defined]
+            before = executor.sum.clone() if self.acting else None
+            result: m.Result = really(task, x, grad)
+            if before is None or task.heldout:
+                return result
+            if nothing:
+                executor.sum.copy_(before)
+                if task.out:
+                    held = runner.get(task.out)
+                    runner._blobs.put(task.out, torch.zeros_like(coding.plain(held)))  # type: ignore[attr-defined]
+                return msgspec.structs.replace(result, loss=CONSTANT if result.loss is not None else None)
+            added = (executor.sum - before).norm()
+            noise = torch.from_numpy(self.rng.normal(0.0, 1.0, len(before))).float()
+            executor.sum.add_(noise * (POISON * added / noise.norm()))
+            return result
+
+        runner._backward = wrong  # type: ignore[attr-defined]
 
     def heavy(self, message: m.Message, value: Blob) -> Blob:
         return self.values(value, lambda array: np.full_like(array, HEAVY))

@@ -38,10 +38,12 @@ def test_a_backward_computed_again_has_its_shape_and_adds_nothing() -> None:
     config = a_config()
     data = msgspec.structs.replace(config.data, format="preference")
     one = Emulated(msgspec.structs.replace(config, data=data), 1, sleep=lambda seconds: None)
-    (again, loss), summed = one.recompute(torch.zeros(1), None, torch.zeros(4, 9)), bool(one.sum.any())
+    into = torch.zeros(one.length)
+    _, again, loss = one.recompute(torch.zeros(1), None, torch.zeros(4, 9), into)
+    summed = bool(one.sum.any())
     first, first_loss = one.backward(torch.zeros(1), None, torch.zeros(4, 9))
     assert again is not None and first is not None and again.shape == first.shape
-    assert loss == first_loss and not summed
+    assert loss == first_loss and not summed and torch.equal(into, one.sum)
 
 
 def test_an_emulated_peer_loads_neither_transformers_nor_a_model() -> None:

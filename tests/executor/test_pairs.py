@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.config import Config, Data, Device, Model, Run, Train, Tune
 from shoal.executor import create
-from shoal.executor.base import Executor, boundary, boundary_gradient, evaluate, recompute, rewards
+from shoal.executor.base import Executor, Recomputing, boundary, boundary_gradient, evaluate, rewards
 from shoal.executor.delayed import Delayed
 from shoal.model import stages
 from shoal.model.cut import counted, inputs, plain
@@ -147,7 +147,7 @@ def test_stages_have_the_bits_of_the_whole_with_and_without_kept_activations(
     assert torch.equal(torch.cat(sums), whole.sum)
 
 
-def test_a_spot_check_computes_the_backward_of_pairs_again_and_adds_nothing(tmp_path: Path) -> None:
+def test_an_audit_computes_the_backward_of_pairs_again_and_adds_it_elsewhere(tmp_path: Path) -> None:
     config = a_config(tmp_path, 2)
     first, last = (create(config, stage) for stage in range(2))
     tokens = tokens_of(config)
@@ -156,8 +156,11 @@ def test_a_spot_check_computes_the_backward_of_pairs_again_and_adds_nothing(tmp_
     x = first.forward(inputs(tokens))
     grad, loss = last.backward(x.clone(), None, tokens)
     before = last.sum.clone()
-    again, loss_again = recompute(last, x.clone(), None, tokens)
-    assert grad is not None and again is not None and torch.equal(grad, again) and loss == loss_again
+    assert isinstance(last, Recomputing)
+    into = torch.zeros_like(last.sum)
+    output, again, loss_again = last.recompute(x.clone(), None, tokens, into)
+    assert output is None and grad is not None and again is not None
+    assert torch.equal(grad, again) and loss == loss_again and torch.equal(into, before)
     assert torch.equal(last.sum, before)
 
 

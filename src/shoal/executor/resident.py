@@ -127,9 +127,9 @@ class Resident:
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
         ys, results = list[Tensor](), list[tuple[Tensor | None, float | None]]()
         for part, compared in zip(slices, self._references(slices, reference), strict=True):
-            y, *result = self._slice_back(part, compared, None, sums)
+            y, grad_x, loss = self._slice_back(part, compared, None, sums)
             ys.append(y)
-            results.append((result[0], result[1]))
+            results.append((grad_x, loss))
         self._stage.compared.clear()  # rewards are those of backwards
         return HopResult(None if self._stage.last else self._output(ys, reference), *joined(results))
 

@@ -319,7 +319,8 @@ class Audits:
     def _on_hop(self, job: Job, done: Done, now: float) -> list[Command]:
         assert job.running is not None
         result, index = done.result, job.running.of.index
-        job.done = [*job.done, RecomputedHop(index, *result.digests, *result.sketches, result.loss)]
+        (tokens, x, grad), (output, gradient) = result.digests, result.sketches
+        job.done = [*job.done, RecomputedHop(index, tokens, x, grad, output, gradient, result.loss)]
         job.task, job.running = "", None
         if job.hops:
             return self._go_on(now)

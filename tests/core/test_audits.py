@@ -1,0 +1,547 @@
+"""Audited steps: when a step is audited, what replicas answer, what is compared, and whom the leader evicts for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from tests.core import test_server
+from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
+
+from shoal.core import messages as m
+from shoal.core.leader.audits.audits import EARNED, SILENT, SUSPECT, TRUSTED, Audits, Outcome
+from shoal.core.leader.audits.comparing import Case, distance, encoded, parts_of
+from shoal.core.leader.evictions import Conduct
+from shoal.core.server.audits import TRIES
+
+replace = msgspec.structs.replace
+STAGES, EACH = 3, 2
+AUDITED = m.Settings(stages=STAGES, microbatches=EACH * 3, steps=9, spot_checks=0.1)
+
+# ------------------------------------------------------------------------------------------------------------- a swarm
+
+
+def names(stage: int, replicas: int) -> list[str]:
+    return [f"{letter}{stage}" for letter in "abc"[:replicas]]
+
+
+def vector(what: object) -> m.Sketch:
+    chance = Random(str(what))
+    a, b, c, d = (chance.gauss(0.0, 1.0) for _ in range(4))
+    return m.Sketch((a, b, c, d), 1.0)
+
+
+def total(vectors: Iterable[m.Sketch]) -> m.Sketch:
+    of = list(vectors)
+    products = tuple(math.fsum(one.products[at] for one in of) for at in range(4))
+    return m.Sketch(products, float(len(of)))  # type: ignore[arg-type]
+
+
+class Swarm:
+    """Every replica of a stage has the microbatches of its place, at all stages; `part`: what it brings instead of its hops' gradients."""
+
+    def __init__(self, replicas: int = 3, number: int = 7) -> None:
+        self.replicas = replicas
+        self.serving = {name: stage for stage in range(STAGES) for name in names(stage, replicas)}
+        self.part: dict[str, m.Sketch] = {}
+        self.made: dict[tuple[str, int, int, bool], str] = {}  # what a replica says to have made instead
+        self.used: dict[tuple[str, int, int, bool], str] = {}
+        self.output: dict[str, m.Sketch] = {}
+        self.loss: dict[str, float] = {}
+        self.number = number
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        place = "abc".index(name[0])
+        return tuple(range(EACH * place, EACH * (place + 1)))
+
+    def gradients(self, name: str) -> m.Sketch:
+        return total(vector((name[1], index)) for index in self.indices(name))
+
+    def case(self, **changes: Any) -> Case:
+        groups = tuple(
+            tuple(m.Share(name, self.indices(name)) for name in names(stage, self.replicas)) for stage in range(STAGES)
+        )
+        message = m.Round(0, 0, self.number, 1, groups)
+        reduced = {}
+        for name, stage in self.serving.items():
+            group = names(stage, self.replicas)
+            parts = tuple(self.part.get(one, self.gradients(one)) for one in group)
+            owned = m.OwnedSums("d", total(parts), parts=parts)
+            sums = tuple(owned if one == name else m.OwnedSums("d", owned.sum) for one in group)
+            reduced[name] = m.Reduced(0, 0, self.number, "d", 1.0, sums)
+        last = names(STAGES - 1, self.replicas)
+        books = {
+            name: tuple(m.Booking(index, self.loss.get(name, 1.5)) for index in self.indices(name)) for name in last
+        }
+        return replace(
+            Case(message, STAGES, reduced, books, self.serving, frozenset(), (), dict.fromkeys(self.serving, 10.0)),
+            **changes,
+        )
+
+    def answer(self, name: str) -> m.AuditAnswer:
+        stage, records = self.serving[name], list[m.TensorRecord]()
+
+        def record(index: int, of: int, gradient: bool, source: str) -> None:
+            key = (name, index, of, gradient)
+            other = (self.used if source else self.made).get(key)
+            digest = other or f"{index} {of} {gradient}"
+            sketch = vector(digest) if source or of <= stage or name not in self.output else self.output[name]
+            records.append(m.TensorRecord(index, of, gradient, digest, source, sketch))
+
+        for index in self.indices(name):
+            letter = name[0]
+            if stage:
+                record(index, stage, False, f"{letter}{stage - 1}")
+                record(index, stage - 1, True, "")
+            if stage < STAGES - 1:
+                record(index, stage, True, f"{letter}{stage + 1}")
+                record(index, stage + 1, False, "")
+            if stage in (0, STAGES - 1):
+                records.append(m.TensorRecord(index, stage, stage > 0, f"tokens {index}", "a0"))
+        return m.AuditAnswer(0, 0, self.number, tuple(records))
+
+    def recomputed(self, request: m.RecomputeRequest, by: str) -> m.Recomputed:
+        stage, hops = self.serving[by], []
+        for hop in request.hops:
+            keys = {gradient: f"{hop.index} {stage} {gradient}" for gradient in (False, True)}
+            hops.append(
+                m.RecomputedHop(
+                    hop.index,
+                    f"tokens {hop.index}" if stage in (0, STAGES - 1) else "",
+                    keys[False] if stage else "",
+                    keys[True] if stage < STAGES - 1 else "",
+                    vector(f"{hop.index} {stage + 1} False") if stage < STAGES - 1 else m.Sketch(),
+                    vector(f"{hop.index} {stage - 1} True") if stage else m.Sketch(),
+                    1.5 if stage == STAGES - 1 else None,
+                )
+            )
+        parts = (self.gradients(request.of),) * self.replicas
+        return m.Recomputed(0, 0, self.number, request.of, tuple(hops), parts)
+
+
+def always(value: float = 0.0) -> Callable[[], float]:
+    return lambda: value
+
+
+def audited(
+    swarm: Swarm,
+    audits: Audits | None = None,
+    lies: Callable[[str, m.Recomputed], m.Recomputed | None] = lambda _, said: said,
+    silent: Iterable[str] = (),
+    **changes: Any,
+) -> tuple[Audits, list[Outcome]]:
+    """An audit from its draw to its end; `lies`: what a replica answers instead when it has computed another's hops."""
+    audits, now, outcomes = audits or Audits(AUDITED, always()), 0.0, list[Outcome]()
+    case = swarm.case(**changes)
+    audits.draw(case, now)
+    while not audits.passed(case.round):
+        sent = audits.requests(case.round, now)
+        for command in sent:
+            assert isinstance(command, m.Send)
+            request = command.message
+            if command.peer in silent:
+                continue
+            if isinstance(request, m.AuditRequest):
+                outcomes.append(audits.on_message(command.peer, swarm.answer(command.peer), now))
+            else:
+                assert isinstance(request, m.RecomputeRequest)
+                said = lies(command.peer, swarm.recomputed(request, command.peer))
+                if said is not None:
+                    outcomes.append(audits.on_message(command.peer, said, now))
+        if not sent:
+            now += 100.0
+            outcomes.append(audits.tick(now))
+    return audits, outcomes
+
+
+def guilty(outcomes: list[Outcome]) -> list[str]:
+    return [peer for one in outcomes for peer, _ in one.guilty]
+
+
+def words(outcomes: list[Outcome]) -> list[tuple[str, str]]:
+    return [(by, of) for one in outcomes for by, of, _ in one.words]
+
+
+# ------------------------------------------------------------------------------------------------------------ the draw
+
+
+def test_nobody_is_audited_before_the_draw_and_a_round_waits_for_it() -> None:
+    audits, case = Audits(AUDITED, always(0.5)), Swarm().case()
+    assert not audits.drawn(case.round) and not audits.passed(case.round)
+    audits.draw(case, 0.0)
+    assert audits.passed(case.round) and not audits.requests(case.round, 0.0)
+    assert not audits.passed(replace(case.round, round=8)), "the next round is drawn anew"
+    off = Audits(replace(AUDITED, spot_checks=0.0), always())
+    assert off.passed(case.round)
+
+
+def test_about_as_many_steps_are_audited_as_the_share_says() -> None:
+    chance, count = Random(1), 0
+    for number in range(2000):
+        audits, case = Audits(AUDITED, chance.random), Swarm(number=number).case()
+        audits.draw(case, 0.0)
+        count += not audits.passed(case.round)
+    assert 160 < count < 240
+
+
+def test_a_stages_only_replica_is_not_audited() -> None:
+    audits, outcomes = audited(Swarm(replicas=1))
+    assert not outcomes and audits.passed(Swarm(replicas=1).case().round)
+
+
+def test_audits_that_pass_earn_trust_and_a_difference_takes_it_from_both() -> None:
+    audits = Audits(AUDITED, always())
+    shares = [audits.share("a1")]
+    for number in range(40):
+        audited(Swarm(number=number), audits)
+        shares.append(audits.share("a1"))
+    assert shares[0] == 0.1 and shares[EARNED] == pytest.approx(0.05) and shares[-1] == pytest.approx(TRUSTED * 0.1)
+    swarm = Swarm(2, number=99)
+    swarm.part["a1"] = vector("poison")
+    audited(swarm, audits)
+    assert audits.share("a1") == audits.share("b1") == 1.0
+    for number in range(100, 100 - SUSPECT):
+        audited(Swarm(2, number=number), audits)
+    assert audits.share("b1") <= audits.share("a1") == 0.1
+
+
+# -------------------------------------------------------------------------------------------------------- who is wrong
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_where_all_is_right_nobody_is_named(replicas: int) -> None:
+    _, outcomes = audited(Swarm(replicas))
+    assert not guilty(outcomes) and not words(outcomes) and not any(one.unlike for one in outcomes)
+
+
+@pytest.mark.parametrize("liar", ["a0", "b1", "c2"])
+def test_a_poisoned_part_is_found_by_two_others(liar: str) -> None:
+    swarm = Swarm()
+    swarm.part[liar] = total([swarm.gradients(liar), vector("poison")])
+    _, outcomes = audited(swarm)
+    assert guilty(outcomes) == [liar] and not words(outcomes)
+
+
+@pytest.mark.parametrize("liar", ["a0", "b1", "a2"])
+def test_of_two_replicas_it_is_one_word(liar: str) -> None:
+    swarm = Swarm(2)
+    swarm.part[liar] = total([swarm.gradients(liar), vector("poison")])
+    _, outcomes = audited(swarm)
+    other = {"a": "b", "b": "a"}[liar[0]] + liar[1]
+    assert words(outcomes) == [(other, liar)] and not guilty(outcomes)
+
+
+def test_an_output_or_a_loss_that_is_not_what_the_input_makes() -> None:
+    swarm = Swarm()
+    swarm.output["b1"] = vector("invented")
+    swarm.used = {("b2", index, 2, False): f"{index} 2 False" for index in swarm.indices("b2")}
+    case = swarm.case()
+    assert case.who["b1"].stage == 1
+    # what it has made it has also sent, so that its record and its receiver's are alike
+    receiver = swarm.answer
+
+    def answer(name: str) -> m.AuditAnswer:
+        said = receiver(name)
+        records = tuple(
+            replace(one, sketch=swarm.output["b1"]) if one.source == "b1" and one.stage == 2 else one
+            for one in said.records
+        )
+        return replace(said, records=records)
+
+    swarm.answer = answer  # type: ignore[method-assign]
+    assert guilty(audited(swarm)[1]) == ["b1"]
+    lazy = Swarm()
+    lazy.loss["c2"] = 2.5
+    assert guilty(audited(lazy)[1]) == ["c2"]
+
+
+def test_one_who_accuses_falsely_is_not_believed_where_a_third_knows_better() -> None:
+    def lies(by: str, said: m.Recomputed) -> m.Recomputed:
+        return replace(said, parts=(vector("lie"),) * len(said.parts)) if by == "a1" else said
+
+    _, outcomes = audited(Swarm(), lies=lies)
+    assert not guilty(outcomes) and not words(outcomes)
+    assert {(by) for one in outcomes for by, _, _ in one.unlike} <= {"a1"}
+
+
+@pytest.mark.parametrize("what", ["nothing", "unable", "part", "nan"])
+def test_an_answer_that_is_late_or_none_convicts_nobody_and_nan_is_no_match(what: str) -> None:
+    def lies(by: str, said: m.Recomputed) -> m.Recomputed | None:
+        if what == "nothing":
+            return None
+        if what == "unable":
+            return replace(said, hops=(), parts=())
+        return replace(said, hops=said.hops[1:]) if what == "part" else said
+
+    _, outcomes = audited(Swarm(), lies=lies)
+    assert not guilty(outcomes) and not words(outcomes)
+    swarm = Swarm()
+    swarm.part["b1"] = m.Sketch((math.nan,) * 4, math.nan)
+    if what == "nan":
+        assert guilty(audited(swarm)[1]) == ["b1"]
+
+
+def test_who_never_says_what_it_has_used_is_evicted_and_not_at_once() -> None:
+    audits, seen = Audits(AUDITED, always()), list[list[str]]()
+    for number in range(SILENT):
+        _, outcomes = audited(Swarm(number=number), audits, silent=["b1"])
+        seen.append(guilty(outcomes))
+    assert seen == [[]] * (SILENT - 1) + [["b1"]]
+    audits = Audits(AUDITED, always())
+    for number in range(SILENT + 2):
+        _, outcomes = audited(Swarm(number=number), audits, silent=["b1"] if number % 3 else [])
+        assert not guilty(outcomes)
+
+
+def test_one_that_has_left_in_the_step_may_have_sent_anything() -> None:
+    """Nothing is said of whoever has got something from it; of a name that nobody bears it evades."""
+    swarm = Swarm()
+    honest = swarm.answer
+
+    def answer(name: str) -> m.AuditAnswer:
+        said = honest(name)
+        gone = tuple(replace(one, source="x1") if one.source == "b1" and name == "b2" else one for one in said.records)
+        return replace(said, records=gone)
+
+    swarm.answer = answer  # type: ignore[method-assign]
+    for gone, found in ((frozenset(["x1"]), []), (frozenset[str](), ["b2"])):
+        audits, seen = Audits(AUDITED, always()), list[str]()
+        for number in range(SILENT):
+            swarm.number = number
+            seen += guilty(audited(swarm, audits, gone=gone)[1])
+        assert seen == found
+
+
+# ------------------------------------------------------------------------------------------- what is sent and received
+
+
+def verdicts(outcomes: list[Outcome], serving: dict[str, int], conduct: Conduct | None = None) -> list[str]:
+    conduct = conduct or Conduct()
+    return [peer for one in outcomes for peer, _ in conduct.unlike(one.unlike, one.agree, serving)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("liar", ["a0", "b1", "a2"])
+def test_who_sends_other_tensors_than_it_has_made_is_found_at_once(liar: str, replicas: int) -> None:
+    """To all: each of those who received them has one opponent, and it has them all."""
+    swarm, stage = Swarm(replicas), int(liar[1])
+    received = {"a": "ab", "b": "ba"}[liar[0]]
+    swarm.used |= {
+        (f"{liar[0]}{at}", index, at, at < stage): f"noise {index}"
+        for at in (stage - 1, stage + 1)
+        for index in swarm.indices(liar)
+        if 0 <= at < STAGES
+    }
+    honest = swarm.answer
+
+    def answer(name: str) -> m.AuditAnswer:  # the other microbatches of its stage came from it as well
+        said = honest(name)
+        if name[0] != received[1] or abs(int(name[1]) - stage) != 1:
+            return said
+        records = tuple(
+            replace(one, source=liar, digest="noise") if one.source and one.source[1] == liar[1] else one
+            for one in said.records
+        )
+        return replace(said, records=records)
+
+    def made(name: str) -> m.AuditAnswer:
+        said = answer(name)
+        if name != liar:
+            return said
+        other = received[1]
+        return replace(
+            said, records=(*said.records, *[one for one in honest(f"{other}{stage}").records if not one.source])
+        )
+
+    swarm.answer = made  # type: ignore[method-assign]
+    _, outcomes = audited(swarm)
+    assert verdicts(outcomes, swarm.serving) == [liar] and not guilty(outcomes)
+
+
+def test_of_two_that_have_only_each_other_the_receivers_word_counts_once() -> None:
+    pairs = [("a1", "a0", "x")] * 3
+    serving, conduct = Swarm().serving, Conduct()
+    assert [peer for peer, _ in conduct.unlike(pairs, (), serving)] == ["a0"]
+    conduct.keep([peer for peer in serving if peer != "a0"])
+    assert [peer for peer, _ in conduct.unlike([("a1", "b0", "x")] * 3, (), serving)] == ["a1"]
+
+
+def test_whoever_agrees_with_nobody_is_found_before_one_who_agrees_with_others() -> None:
+    """Two liars around an honest stage of two: all have two opponents each."""
+    serving = Swarm(2).serving
+    pairs = [(by, of, "x") for by in ("a1", "b1") for of in ("a0", "b2")] * 3
+    assert not Conduct().unlike(pairs, (), serving)
+    agree = [(by, of) for by in ("a1", "b1") for of in ("b0", "a2")]
+    assert sorted(peer for peer, _ in Conduct().unlike(pairs, agree, serving)) == ["a0", "b2"]
+
+
+def test_parameters_that_differ_and_strangers_are_another_matter() -> None:
+    conduct, pairs = Conduct(), [("a1", "a0", "x")] * 3
+    conduct.differed_now.add("a0")
+    assert not conduct.unlike(pairs, (), Swarm().serving)
+    assert not Conduct().unlike([("a1", "nobody", "x")] * 3, (), Swarm().serving)
+
+
+def test_a_stages_only_replica_has_its_word() -> None:
+    serving = {**Swarm(2).serving}
+    del serving["b1"]
+    assert [peer for peer, _ in Conduct().unlike([("a0", "a1", "x")] * 3, (), serving)] == ["a0"]
+
+
+# ------------------------------------------------------------------------------------------------------------ distances
+
+
+def test_the_distance_is_that_of_the_vectors() -> None:
+    chance = Random(3)
+    signs = [[chance.choice((-1.0, 1.0)) for _ in range(400)] for _ in range(4)]
+    values = [chance.gauss(0.0, 1.0) for _ in range(400)]
+    other = [value + 0.1 * chance.gauss(0.0, 1.0) for value in values]
+
+    def sketch(of: list[float]) -> m.Sketch:
+        a, b, c, d = (math.fsum(x * s for x, s in zip(of, row, strict=True)) for row in signs)
+        return m.Sketch((a, b, c, d), math.fsum(x * x for x in of))
+
+    assert 0.03 < distance([sketch(values)], [sketch(other)]) < 0.3
+    assert distance([m.Sketch()], [m.Sketch()]) == 0.0 and distance([m.Sketch()], [vector("x")]) == math.inf
+    assert distance([vector("x")], []) == math.inf
+
+
+def test_encoding_widens_what_a_part_may_be_off_by_what_it_loses() -> None:
+    swarm = Swarm(2)
+    case = swarm.case()
+    assert encoded("a1", parts_of("a1", case), case) == 0.0
+    lossy = dict(case.reduced)
+    for name in ("a1", "b1"):
+        sums = tuple(replace(one, lost=m.Sketch((0.0,) * 4, 1e-4 * one.sum.norm_sq)) for one in lossy[name].sums)
+        lossy[name] = replace(lossy[name], sums=sums)
+    first, later = (
+        encoded("a1", parts_of("a1", case), replace(case, reduced=lossy, norms=norms))
+        for norms in ((), (1.0, 8.0, 1.0))
+    )
+    assert first == pytest.approx(0.02) and 0.02 < later < 0.06
+
+
+# ---------------------------------------------------------------------------------------------------------- the replica
+
+NEXT = "next"
+VIEW = test_server.a_view(members=(*test_server.MEMBERS, m.Member(NEXT, 2)), owners=(0, 1, 0, 1))
+REQUEST = m.AuditRequest(0, 0, 7, "5")
+AGAIN = m.RecomputeRequest(0, 0, 7, REPLICA, "5", (m.AuditedHop(1, OTHER, NEXT), m.AuditedHop(3, OTHER, NEXT)))
+
+
+def a_server(**settings: object) -> Play:
+    """ME and REPLICA serve stage 1 of 3; OWNER and OTHER stage 0, NEXT stage 2. OWNER leads."""
+    return Play(replace(replace(SETTINGS, stages=3, spot_checks=0.1), **settings), 1, VIEW)
+
+
+def book(play: Play, index: int) -> None:
+    """A forward and a backward of one of OWNER's microbatches."""
+    play.hear(OWNER, m.BoundaryTensor(0, 0, index, 1, False), 1)
+    play.hear(OWNER, m.Forward(0, 0, index, 1, 1, 1, input_from=(ME, OWNER), to=NEXT))
+    play.done(play.task(m.RunForward), nbytes=8)
+    play.hear(NEXT, m.BoundaryTensor(0, 0, index, 1, True), 1)
+    play.hear(OWNER, m.Backward(0, 0, index, 1, 2, 1, (ME,), (ME,), OWNER))
+    play.done(play.task(m.RunBackward), nbytes=8)
+
+
+def test_it_says_what_its_hops_have_used_and_what_it_has_made() -> None:
+    play = a_server()
+    book(play, 0)
+    play.hear(OTHER, m.BoundaryTensor(0, 0, 3, 1, False), 1)  # of a hop that it has not run
+    play.hear(OWNER, REQUEST)
+    task = play.task(m.Describe)
+    digests = tuple(str(at) for at in range(len(task.blobs)))
+    play.done(task, digests=digests, sketches=tuple(map(vector, digests)))
+    ((leader, answer, _),) = play.sends(m.AuditAnswer)
+    assert leader == OWNER and answer.round == 7
+    said = {(one.index, one.stage, one.gradient, one.source) for one in answer.records}
+    assert said == {(0, 1, False, OWNER), (0, 2, False, ""), (0, 1, True, NEXT), (0, 0, True, "")}
+    play.hear(OWNER, REQUEST)
+    assert play.sends(m.AuditAnswer) and not play.tasks(), "asked again it answers the same"
+
+
+def test_what_goes_for_want_of_room_is_described_before() -> None:
+    play = a_server(activation_store_bytes=10)
+    book(play, 0)
+    play.hear(OTHER, m.BoundaryTensor(0, 0, 3, 1, True), 1)
+    dropped = play.task(m.Describe)
+    assert dropped.seed == "" and set(dropped.blobs) <= set(play.dropped())
+    play.done(dropped, digests=("old",) * len(dropped.blobs))
+    play.hear(OWNER, REQUEST)
+    task = play.task(m.Describe)
+    play.done(task, digests=("new",) * len(task.blobs), sketches=(m.Sketch(),) * len(task.blobs))
+    ((_, answer, _),) = play.sends(m.AuditAnswer)
+    assert {one.digest for one in answer.records if one.index == 0 and one.source} >= {"old"}
+
+
+def asked_again(play: Play, index: int) -> m.RunAudit:
+    play.hear(OTHER, m.BoundaryTensor(0, 0, index, 1, False, 2), 1)
+    play.hear(NEXT, m.BoundaryTensor(0, 0, index, 1, True, 2), 1)
+    return play.task(m.RunAudit)
+
+
+def test_hops_are_computed_again_from_what_others_have_made() -> None:
+    play = a_server()
+    play.hear(OWNER, AGAIN)
+    assert [peer for peer, _, _ in play.sends(m.TensorRequest)] == [OTHER, NEXT] * 2
+    for index, first in ((1, True), (3, False)):
+        task = asked_again(play, index)
+        assert (task.index, task.first, task.seed) == (index, first, "5") and set(play.dropped()) == {task.x, task.grad}
+        play.done(task, digests=("", "x", "g"), sketches=(vector(1), vector(2)))
+    play.done(play.task(m.EndAudit))
+    ((leader, said, _),) = play.sends(m.Recomputed)
+    assert leader == OWNER and [hop.index for hop in said.hops] == [1, 3] and said.hops[0].input == "x"
+    assert not play.booked() and play.server.kept_bytes == 0
+    play.hear(OWNER, AGAIN)
+    assert play.sends(m.Recomputed) and not play.tasks()
+
+
+@pytest.mark.parametrize("how", ["gone", "never", "failed", "left"])
+def test_what_cannot_be_computed_again_is_said_and_nothing_is_left_over(how: str) -> None:
+    play = a_server()
+    play.hear(OWNER, AGAIN)
+    task = asked_again(play, 1)
+    match how:
+        case "gone":
+            play.hear(OTHER, m.TensorGone(0, 0, 3, 1, False))
+        case "never":
+            for _ in range(TRIES):
+                assert play.server.deadline is not None
+                play.tick(play.server.deadline)
+        case "failed":
+            play.fail(task)
+        case "left":
+            play.view(replace(VIEW, number=2, members=tuple(one for one in VIEW.members if one.peer != REPLICA)))
+    ((_, said, _),) = play.sends(m.Recomputed)
+    assert said.hops == () and said.of == REPLICA
+    assert [task for task in play.tasks() if isinstance(task, m.EndAudit)], "the sum beside the step's is given up"
+
+
+def test_a_new_step_ends_it_and_what_runs_is_forgotten() -> None:
+    play = a_server()
+    play.hear(OWNER, AGAIN)
+    task = asked_again(play, 1)
+    play.view(replace(VIEW, number=2, step=1, since=2))
+    assert [one for one in play.tasks() if isinstance(one, m.EndAudit)] and not play.sends(m.Recomputed)
+    play.done(task, digests=("", "x", "g"), sketches=(vector(1), vector(2)))
+    assert not play.sends(m.Recomputed)
+
+
+REFUSED: dict[str, tuple[str, m.RecomputeRequest]] = {
+    "of another than the leader": (OTHER, AGAIN),
+    "of an older step": (OWNER, replace(AGAIN, step=1)),
+    "of itself": (OWNER, replace(AGAIN, of=ME)),
+    "of another stage": (OWNER, replace(AGAIN, of=NEXT)),
+    "of nothing": (OWNER, replace(AGAIN, hops=())),
+}
+
+
+@pytest.mark.parametrize("what", [what for what in REFUSED if what != "of another than the leader"])
+def test_what_may_not_be_asked_costs_nothing(what: str) -> None:
+    play = a_server()
+    play.hear(*REFUSED[what])
+    assert not play.commands
