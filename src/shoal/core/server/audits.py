@@ -37,7 +37,6 @@ from shoal.core.messages import (
     Send,
     Settings,
     Sketch,
-    Stage,
     TensorGone,
     TensorRecord,
     TensorRequest,
@@ -45,6 +44,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import ReplicaState, drop
 from shoal.core.server.activation_store import ActivationStore, HeldTensor, Key, key_of
+from shoal.core.server.jobs import Job
 
 AHEAD = 4  # hops whose inputs are here or on their way: each is up to two boundary tensors
 TRIES = 4  # requests for one tensor
@@ -72,7 +72,7 @@ class Hop(msgspec.Struct, eq=False):
         return (*self.blobs.values(), *((self.tokens,) if self.tokens else ()))
 
 
-class Job(msgspec.Struct, eq=False):
+class Audit(msgspec.Struct, eq=False):
     """All booked hops of one replica."""
 
     request: RecomputeRequest
@@ -94,7 +94,7 @@ class Audits:
         self._gone: dict[Key, TensorRecord] = {}  # inputs of booked hops for which there was no room any more
         self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]]] = {}
         self._answer: AuditAnswer | None = None
-        self._jobs: list[Job] = []  # the first one is worked at
+        self._jobs: list[Audit] = []  # the first one is worked at
         self._fetches: dict[str, Hop | None] = {}  # by task; None: nobody wants it any more
         self._ended: dict[tuple[int, Peer], Recomputed] = {}  # answers of this step
 
@@ -114,11 +114,15 @@ class Audits:
 
     # ---------------------------------------------------------------------------------------- what my hops have used
 
-    def keep_tokens(self, index: Index, step: int, stage: Stage, tokens: tuple[str, ...], owner: Peer) -> list[Command]:
-        """A hop that was given these is booked."""
-        if not self._settings.spot_checks or index >= self._settings.microbatches or len(tokens) != 1:
-            return drop(tokens)
-        self._tokens[tokens_of(step, index, stage)] = HeldTensor(tokens[0], 0, owner)
+    def keep_tokens(self, job: Job) -> list[Command]:
+        """A backward that was given these, if any, is booked."""
+        of, stage = job.message, self._replica.stage
+        if not self._settings.spot_checks or of.index >= self._settings.microbatches or len(job.blobs) != 1:
+            return drop(job.blobs)
+        key = Key(
+            of.step, of.index, stage, stage > 0
+        )  # of the first stage its input, of the last the gradient of its output
+        self._tokens[key] = HeldTensor(job.blobs[0], 0, job.sender)
         return []
 
     def before_drop(self, tensors: dict[Key, HeldTensor], booked: Collection[Index]) -> list[Command]:
@@ -191,7 +195,7 @@ class Audits:
         if message.of == self._name or serving.get(message.of) != serving.get(self._name) or not message.hops:
             return []
         hops = [self._hop(one) for one in message.hops]
-        self._jobs.append(Job(message, leader, hops, chunks))
+        self._jobs.append(Audit(message, leader, hops, chunks))
         return self._go_on(now)
 
     def _hop(self, of: AuditedHop) -> Hop:
@@ -263,18 +267,18 @@ class Audits:
         self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, None, [], {}
         return commands
 
-    def _let_go(self, job: Job) -> list[Command]:
+    def _let_go(self, job: Audit) -> list[Command]:
         hops = [*job.hops, *([job.running] if job.running is not None else [])]
         self._fetches = {task: None if hop in hops else hop for task, hop in self._fetches.items()}
         commands = drop(tuple(blob for hop in job.hops for blob in hop.held))
         return [*commands, Do(EndAudit(self._id()))] if job.began else commands
 
-    def _end(self, job: Job, now: float) -> list[Command]:
+    def _end(self, job: Audit, now: float) -> list[Command]:
         """I cannot do it."""
         self._jobs.remove(job)
         return [*self._let_go(job), *self._answered(job, (), ()), *self._go_on(now)]
 
-    def _answered(self, job: Job, hops: tuple[RecomputedHop, ...], parts: tuple[Sketch, ...]) -> list[Command]:
+    def _answered(self, job: Audit, hops: tuple[RecomputedHop, ...], parts: tuple[Sketch, ...]) -> list[Command]:
         of = job.request
         answer = Recomputed(of.epoch, of.step, of.round, of.of, hops, parts)
         self._ended[of.round, of.of] = answer
@@ -316,7 +320,7 @@ class Audits:
             return None
         return self._on_hop(job, done, now) if job.running is not None else self._on_parts(job, done, now)
 
-    def _on_hop(self, job: Job, done: Done, now: float) -> list[Command]:
+    def _on_hop(self, job: Audit, done: Done, now: float) -> list[Command]:
         assert job.running is not None
         result, index = done.result, job.running.of.index
         (tokens, x, grad), (output, gradient) = result.digests, result.sketches
@@ -328,7 +332,7 @@ class Audits:
         bounds = (*(chunk.start for chunk in job.chunks), *(chunk.stop for chunk in job.chunks[-1:]))
         return [Do(EndAudit(job.task, bounds, tuple(chunk.digest for chunk in job.chunks)))]
 
-    def _on_parts(self, job: Job, done: Done, now: float) -> list[Command]:
+    def _on_parts(self, job: Audit, done: Done, now: float) -> list[Command]:
         parts: dict[int, Sketch] = {}
         for chunk, sketch in zip(job.chunks, done.result.sketches, strict=True):
             parts[chunk.owner] = plus((parts.get(chunk.owner, Sketch()), sketch))
@@ -349,8 +353,3 @@ class Audits:
 
     def _id(self) -> str:
         return f"s/{next(self._serial)}"
-
-
-def tokens_of(step: int, index: Index, stage: Stage) -> Key:
-    """Under which its tokens are recorded: of the first stage as its input, of the last as the gradient of its output."""
-    return Key(step, index, stage, stage > 0)

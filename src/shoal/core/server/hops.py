@@ -452,9 +452,7 @@ class Hops:
         job, self._running = self._running, None
         if not job.backward:
             return self._finish_forward(job, done) + drop(job.blobs)
-        of, stage = job.message, self._replica.stage
-        kept = self.audits.keep_tokens(of.index, of.step, stage, job.blobs, job.sender)
-        return self._book(job, done, now) + kept
+        return self._book(job, done, now) + self.audits.keep_tokens(job)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
         """A hop that failed here left the sum as it was; its owner may try again elsewhere. None: not a task of mine."""

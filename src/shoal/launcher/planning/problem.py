@@ -48,6 +48,7 @@ def problem_of(
         swapping=swapping,
         travel=travel(tree),
         staleness=tree.train.staleness,
+        audits=tree.run.spot_checks > 0,
         moments=tree.train.moments,
         kept_activations=0 if lab else tree.device.kept_activations,
         local_steps=tree.train.local_steps,

@@ -83,11 +83,13 @@ def _beside_bytes(need: Need, device: Device) -> float:
 
 
 class Optimizer(msgspec.Struct, frozen=True):
-    """What is kept beside the values that compute: train.moments, train.staleness, and whether train.local_steps is above 1."""
+    """What is kept beside the values that compute: train.moments, train.staleness, whether train.local_steps is above 1, and whether
+    steps are audited (run.spot_checks), which takes a sum of another replica's gradients while it goes on."""
 
     moments: str = "float32"
     staleness: int = 0
     local: bool = False
+    audits: bool = False
 
     @property
     def fixed_bytes(self) -> float:
@@ -111,7 +113,7 @@ class Optimizer(msgspec.Struct, frozen=True):
         """Per parameter: fp32 value, sum and moments; with staleness the sum of a second step, the older of two versions as it computes,
         and fp32 values that compute apart from those that are stepped (executor/delayed.py)."""
         late = 4 + value_bytes + (4 if value_bytes == 4 else 0)
-        return FP32_BYTES + MOMENTS_BYTES[self.moments] + late * self.staleness
+        return FP32_BYTES + MOMENTS_BYTES[self.moments] + late * self.staleness + FP32 * self.audits
 
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:

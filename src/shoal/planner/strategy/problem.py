@@ -35,6 +35,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     counted: Profile | None = None
     counted_sequences: int = 1
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
+    audits: bool = False  # run.spot_checks above 0
     moments: str = "float32"  # train.moments
     store_limits: memory.StoreLimits = memory.StoreLimits()
     kept_activations: int = 0  # device.kept_activations
@@ -42,7 +43,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def optimizer(self) -> memory.Optimizer:
-        return memory.Optimizer(self.moments, self.staleness, self.local_steps > 1)
+        return memory.Optimizer(self.moments, self.staleness, self.local_steps > 1, self.audits)
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""
