@@ -90,8 +90,10 @@ def _blocks(config: Config) -> tuple[range, ...]:
 
 
 def resident_bytes(config: Config) -> int:
-    """Bytes per parameter besides AdamW's moments: fp32 value and sum; with bfloat16 the rounded copy too."""
-    return 8 + (0 if config.train.dtype == "float32" else 2) + _late_bytes(config)
+    """Bytes per parameter besides AdamW's moments: fp32 value and sum; with bfloat16 the rounded copy too; another replica's sum where
+    steps are audited."""
+    audited = 4 if config.run.spot_checks else 0
+    return 8 + (0 if config.train.dtype == "float32" else 2) + audited + _late_bytes(config)
 
 
 def host_bytes(config: Config) -> int:
