@@ -36,7 +36,7 @@ def test_a_revoked_member_is_removed_by_the_next_view_and_not_asked_in_again() -
 
 
 def test_a_leader_that_is_elected_later_bars_them_too() -> None:
-    leader = Leader("a", SETTINGS)
+    leader = Leader("a", SETTINGS, Random(1).random)
     leader.lead(a_view("a", "b", "c"), 1, 0.0)
     leader.bar(("b", "nobody"))
     leader.lead(a_view("a", "b", "c"), 2, 1.0)  # forgets all

@@ -53,7 +53,7 @@ class LeaderRig:
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.settings, self.now = settings, 0.0
         self.register = Register("a", settings, random.Random(1))
-        self.machine = Leader("a", settings)
+        self.machine = Leader("a", settings, random.Random(1).random)
         self.said: list[Command] = list(self.register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0))
         self.register.take()
         self.said += self.machine.lead(self.view, 1, 0.0)

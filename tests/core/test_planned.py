@@ -185,7 +185,7 @@ class Leading:
     def __init__(self) -> None:
         settings = msgspec.structs.replace(SETTINGS, peers=4, seat=1)
         self.register = Register("a", settings, random.Random(1))
-        self.mind = Leader("a", settings)
+        self.mind = Leader("a", settings, random.Random(1).random)
         self.register.found(View(number=1, step=0, members=(Member("a", 0, seat=1),)), 0.0)
         self.register.take()
         assert self.register.agreed is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import msgspec
@@ -61,7 +62,7 @@ def test_a_rule_that_changes_the_facts_would_be_seen() -> None:
     watched = pure(forgets, Counter({"forgets": EVERY - 1}))
     settings = Settings(stages=1, microbatches=1, steps=1)
     with pytest.raises(AssertionError, match="forgets changes the facts"):
-        watched(View(1, 0, ()), Facts("a", settings), settings, 0.0)
+        watched(View(1, 0, ()), Facts("a", settings, Random(1).random), settings, 0.0)
 
 
 def test_every_rule_and_check_stands_in_the_list_once() -> None:

@@ -13,7 +13,7 @@ SETTINGS = Settings(stages=2, microbatches=4, steps=3, peers=1000)
 
 
 def test_peers_that_come_within_a_beat_of_the_last_are_admitted_by_one_view() -> None:
-    register, mind = Register("a", SETTINGS, random.Random(1)), Leader("a", SETTINGS)
+    register, mind = Register("a", SETTINGS, random.Random(1)), Leader("a", SETTINGS, random.Random(1).random)
     register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0)
     register.take()
     assert register.agreed is not None

@@ -83,7 +83,7 @@ class Listed:
     """What everybody says to have used and made."""
 
     def __init__(self, answers: Mapping[Peer, AuditAnswer]) -> None:
-        self.answered = answers.keys()
+        self.answered = frozenset(answers)
         self.used: dict[Peer, dict[Tensor, TensorRecord]] = {}
         self.made: dict[Peer, dict[Tensor, TensorRecord]] = {}
         for peer, answer in answers.items():
