@@ -48,7 +48,7 @@ class Swarm:
         self.replicas = replicas
         self.serving = {name: stage for stage in range(STAGES) for name in names(stage, replicas)}
         self.part: dict[str, m.Sketch] = {}
-        self.made: dict[tuple[str, int, int, bool], str] = {}  # what a replica says to have made instead
+        self.sent: dict[tuple[str, int, int, bool], str] = {}  # what a replica says to have made instead
         self.used: dict[tuple[str, int, int, bool], str] = {}
         self.output: dict[str, m.Sketch] = {}
         self.loss: dict[str, float] = {}
@@ -87,7 +87,7 @@ class Swarm:
 
         def record(index: int, of: int, gradient: bool, source: str) -> None:
             key = (name, index, of, gradient)
-            other = (self.used if source else self.made).get(key)
+            other = (self.used if source else self.sent).get(key)
             digest = other or f"{index} {of} {gradient}"
             sketch = vector(digest) if source or of <= stage or name not in self.output else self.output[name]
             records.append(m.TensorRecord(index, of, gradient, digest, source, sketch))
@@ -304,16 +304,18 @@ def test_one_that_has_left_in_the_step_may_have_sent_anything() -> None:
 
     def answer(name: str) -> m.AuditAnswer:
         said = honest(name)
-        gone = tuple(replace(one, source="x1") if one.source == "b1" and name == "b2" else one for one in said.records)
-        return replace(said, records=gone)
+        renamed = tuple(
+            replace(one, source="x1") if one.source == "b1" and name == "b2" else one for one in said.records
+        )
+        return replace(said, records=renamed)
 
     swarm.answer = answer  # type: ignore[method-assign]
-    for gone, found in ((frozenset(["x1"]), []), (frozenset[str](), ["b2"])):
+    for left, expected in ((frozenset(["x1"]), []), (frozenset[str](), ["b2"])):
         audits, seen = Audits(AUDITED, always()), list[str]()
         for number in range(SILENT):
             swarm.number = number
-            seen += guilty(audited(swarm, audits, gone=gone)[1])
-        assert seen == found
+            seen += guilty(audited(swarm, audits, gone=left)[1])
+        assert seen == expected
 
 
 # ------------------------------------------------------------------------------------------- what is sent and received
@@ -348,7 +350,7 @@ def test_who_sends_other_tensors_than_it_has_made_is_found_at_once(liar: str, re
         )
         return replace(said, records=records)
 
-    def made(name: str) -> m.AuditAnswer:
+    def all_records(name: str) -> m.AuditAnswer:
         said = answer(name)
         if name != liar:
             return said
@@ -357,7 +359,7 @@ def test_who_sends_other_tensors_than_it_has_made_is_found_at_once(liar: str, re
             said, records=(*said.records, *[one for one in honest(f"{other}{stage}").records if not one.source])
         )
 
-    swarm.answer = made  # type: ignore[method-assign]
+    swarm.answer = all_records  # type: ignore[method-assign]
     _, outcomes = audited(swarm)
     assert verdicts(outcomes, swarm.serving) == [liar] and not guilty(outcomes)
 

@@ -22,7 +22,7 @@ SEED = f"{12345:015x}"
 
 
 class Replicas:
-    """Of the middle stage of three; each has its own microbatches, and tensors that its neighbours have made."""
+    """Of the middle stage of three; each has its own microbatches, and tensors that its neighbours have groups."""
 
     def __init__(self, replicas: int, how: str, dtype: str = "float32") -> None:
         self.config = Config(
@@ -108,7 +108,7 @@ class Replicas:
 
 
 @pytest.fixture
-def made() -> Iterator[list[Replicas]]:
+def groups() -> Iterator[list[Replicas]]:
     groups: list[Replicas] = []
     yield groups
     for one in groups:
@@ -118,10 +118,10 @@ def made() -> Iterator[list[Replicas]]:
 @pytest.mark.parametrize("how", ["none", "int8"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_part_that_is_not_its_hops_gradient_is_named_by_each_other_replica(
-    made: list[Replicas], replicas: int, how: str
+    groups: list[Replicas], replicas: int, how: str
 ) -> None:
     """By 5 % of its norm, in the first step and in one whose parts hold what encoding has left of the step before."""
-    made.append(group := Replicas(replicas, how))
+    groups.append(group := Replicas(replicas, how))
     honest = group.step(7)
     assert not any(why for name in group.names for why in group.differs(name, honest))
     group.committed(7)
@@ -131,20 +131,20 @@ def test_a_part_that_is_not_its_hops_gradient_is_named_by_each_other_replica(
     assert len(whys) == replicas - 1 and all("brought into the round" in why for why in whys)
 
 
-def test_bfloat16_is_rounding(made: list[Replicas]) -> None:
-    made.append(group := Replicas(2, "none", "bfloat16"))
+def test_bfloat16_is_rounding(groups: list[Replicas]) -> None:
+    groups.append(group := Replicas(2, "none", "bfloat16"))
     case = group.step(7)
     assert not any(why for name in group.names for why in group.differs(name, case))
 
 
-def test_an_output_is_compared_as_it_was_sent(made: list[Replicas]) -> None:
+def test_an_output_is_compared_as_it_was_sent(groups: list[Replicas]) -> None:
     """Encoded, with the signs of the audit; a tenth of noise in it is found."""
-    made.append(group := Replicas(2, "int8"))
+    groups.append(group := Replicas(2, "int8"))
     case, index = group.step(7), 0
     one = group.by_name["p00"]
     x, _ = group.give(one, index)
     one.do(m.RunForward("s/y", STEP, index, STAGE, x, "y"))
-    for noise, found in ((0.0, False), (0.1, True)):
+    for noise, seen in ((0.0, False), (0.1, True)):
         y = auditing.coding.plain(one.runner.get("y"))
         wrong = (
             y + noise * y.norm() * torch.randn(y.shape, generator=torch.Generator().manual_seed(3)) / y.numel() ** 0.5
@@ -152,11 +152,11 @@ def test_an_output_is_compared_as_it_was_sent(made: list[Replicas]) -> None:
         record = m.TensorRecord(index, STAGE + 1, False, "d", sketch=auditing.sketch_of(wrong, SEED))
         listed = Listed({"p00": m.AuditAnswer(0, STEP, 7, (record,))})
         why = difference("p00", group.recomputed("p00", "p01", 7), case, listed, 0.02, 0.01)
-        assert ("its output of stage 1" in why) is found
+        assert ("its output of stage 1" in why) is seen
 
 
-def test_both_ends_of_a_boundary_describe_it_alike(made: list[Replicas]) -> None:
-    made.append(group := Replicas(2, "int8"))
+def test_both_ends_of_a_boundary_describe_it_alike(groups: list[Replicas]) -> None:
+    groups.append(group := Replicas(2, "int8"))
     one, other = group.by_name.values()
     x, _ = group.give(one, 0)
     one.do(m.RunForward("s/y", STEP, 0, STAGE, x, "y"))

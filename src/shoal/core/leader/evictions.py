@@ -116,17 +116,7 @@ class Conduct:
     ) -> list[Verdict]:
         """Each time one of two is wrong; others `agree`. Parameters that differ are another matter. Against a stage's only replica the
         other has its word alone: nobody else could say what that one holds."""
-        replicas, said, against = Counter(serving.values()), list[Unlike](), Counter[tuple[Peer, Peer]]()
-        for by, of, what in pairs:
-            if not (by in serving and of in serving and key_of(by) != key_of(of)):
-                continue
-            if {key_of(by), key_of(of)} & self.differed_now:
-                continue
-            alone = [peer for peer in (by, of) if replicas[serving[peer]] == 1]
-            if len(alone) == 1:
-                against[alone[0], of if by == alone[0] else by] += 1
-            elif not alone:
-                said.append((by, of, what))
+        said, against = self._counted(pairs, serving)
         agreeing = [(key_of(one), key_of(other)) for one, other in agree]
         self._findings.add([Finding(key_of(by), key_of(of)) for by, of, _ in said], agreeing)
         why = "says other things of tensors than those who have sent or received them"
@@ -139,6 +129,22 @@ class Conduct:
             elif key in peers:
                 verdicts.append((peers[key], f"{why}: {what}"))
         return verdicts
+
+    def _counted(
+        self, pairs: Iterable[Unlike], serving: Mapping[Peer, Stage]
+    ) -> tuple[list[Unlike], Counter[tuple[Peer, Peer]]]:
+        """Of two members whose parameters do not differ; and how often a stage's only replica contradicts whom."""
+        replicas, said, against = Counter(serving.values()), list[Unlike](), Counter[tuple[Peer, Peer]]()
+        for by, of, what in pairs:
+            both = {key_of(by), key_of(of)}
+            if not serving.keys() >= {by, of} or len(both) < 2 or both & self.differed_now:
+                continue
+            alone = [peer for peer in (by, of) if replicas[serving[peer]] == 1]
+            if not alone:
+                said.append((by, of, what))
+            elif len(alone) == 1:
+                against[alone[0], of if by == alone[0] else by] += 1
+        return said, against
 
     def gives_up(self, peer: Peer) -> int:
         """It gave up a round and says that nobody is to blame; how often by now."""

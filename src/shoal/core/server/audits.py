@@ -91,7 +91,7 @@ class Audits:
     ) -> None:
         self._name, self._settings, self._serial, self._replica, self._store = name, settings, serial, replica, store
         self._tokens: dict[Key, HeldTensor] = {}  # of booked hops
-        self._gone: dict[Key, TensorRecord] = {}  # inputs of booked hops for which there was no room any more
+        self._gone: dict[Key, TensorRecord] = {}  # for which there was no room any more
         self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]]] = {}
         self._answer: AuditAnswer | None = None
         self._jobs: list[Audit] = []  # the first one is worked at
@@ -126,11 +126,11 @@ class Audits:
         return []
 
     def before_drop(self, tensors: dict[Key, HeldTensor], booked: Collection[Index]) -> list[Command]:
-        """There is no room for these any more: what booked hops have used is described before it goes."""
+        """There is no room for these any more: what booked hops have used and what was made here is described before it goes."""
         wanted = {
             key: held
             for key, held in tensors.items()
-            if self._settings.spot_checks and key.stage == self._replica.stage and key.microbatch in booked
+            if self._settings.spot_checks and (key.stage != self._replica.stage or key.microbatch in booked)
         }
         return self._describe(wanted, None) if wanted else []
 

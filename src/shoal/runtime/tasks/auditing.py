@@ -52,24 +52,28 @@ def sketch_of(values: Tensor, seed: str) -> Sketch:
 class Audit:
     """The sum beside the step's of the hops of one replica."""
 
-    def __init__(self, config: Config, borders: Borders) -> None:
-        self._config, self._borders = config, borders
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._sum: Tensor | None = None
 
-    def run(self, task: RunAudit, executor: Executor, x: Held, grad: Held | None, device: str) -> Result:
-        """ValueError: this executor cannot compute a hop again."""
+    def run(
+        self, task: RunAudit, executor: Executor, borders: Borders, inputs: tuple[Held, Held | None], device: str
+    ) -> Result:
+        """`inputs`: x, and the gradient of the output or the tokens. ValueError: this executor cannot compute a hop again."""
         if not isinstance(executor, Recomputing):
             raise ValueError("this peer audits nobody: only a resident stage on one device computes hops again")
         if task.first or self._sum is None:
             self._sum = torch.zeros_like(executor.sum)
-        last = task.stage == self._config.run.stages - 1
+        (x, grad), last = inputs, task.stage == self._config.run.stages - 1
         values, other = coding.plain(x, device), None if grad is None else coding.plain(grad, device)
         tokens = (values if task.stage == 0 else other) if last else None
-        given = self._borders.input(task, values), self._borders.gradient(task, other), tokens
+        given = borders.input(task, values), borders.gradient(task, other), tokens
         made = executor.recompute(*given, self._sum)
         network = self._config.network
-        output = self._sent(task, made.output, network.activations)
-        gradient = self._sent(task, made.gradient, network.gradients)
+        output, gradient = (
+            self._sent(task, borders, tensor, how)
+            for tensor, how in ((made.output, network.activations), (made.gradient, network.gradients))
+        )
         of_tokens = (x if task.stage == 0 else grad) if task.stage == 0 or last else None
         digests = (
             digest_of(of_tokens) if of_tokens is not None else "",
@@ -78,11 +82,11 @@ class Audit:
         )
         return Result(loss=made.loss, digests=digests, sketches=(output, gradient))
 
-    def _sent(self, task: RunAudit, made: Tensor | None, how: str) -> Sketch:
+    def _sent(self, task: RunAudit, borders: Borders, made: Tensor | None, how: str) -> Sketch:
         """A result as it would have been sent."""
         if made is None:
             return Sketch()
-        return sketch_of(coding.plain(coding.packed(self._borders.plain(task, made), how)), task.seed)
+        return sketch_of(coding.plain(coding.packed(borders.plain(task, made), how)), task.seed)
 
     def end(self, task: EndAudit) -> Result:
         total, self._sum = self._sum, None

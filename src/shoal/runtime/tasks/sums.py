@@ -16,6 +16,7 @@ from shoal.executor.base import Executor, digest_of
 from shoal.numerics import pieces
 from shoal.numerics.optimizer import norm_sq
 from shoal.numerics.sketches import hashed, sketch
+from shoal.runtime.tasks.auditing import Audit
 from shoal.runtime.tasks.coding import Averaging, Held, plain
 
 MAX_ROUNDS = 2  # rounds whose result is stored: a commit may name the one before the running one
@@ -33,6 +34,7 @@ class Sums:
 
     def __init__(self, config: Config) -> None:
         self.averaging = Averaging(config)
+        self.audit = Audit(config)
         self.reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
         # Key of the round, values so far, target
         self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None

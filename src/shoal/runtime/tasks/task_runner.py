@@ -111,7 +111,6 @@ class TaskRunner:
         self._make = make
         self._seat: Seat | None = None
         self._sums = Sums(config)
-        self._audit = auditing.Audit(config, self._borders)
         emulated = config.device.executor == "emulated"
         self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
         self._snapshots = Snapshots()
@@ -316,9 +315,10 @@ class TaskRunner:
                 self._outgoing.check()
                 grad = held[task.grad] if task.grad else None
                 executor = self._at(task.stage, task.step)
-                return self._audit.run(task, executor, held[task.x], grad, self._outgoing.device)
+                inputs = held[task.x], grad
+                return self._sums.audit.run(task, executor, self._borders, inputs, self._outgoing.device)
             case EndAudit():
-                return self._audit.end(task)
+                return self._sums.audit.end(task)
 
     def _serve(self, task: Infer | Forget, take: Take) -> Result:
         seat = self._seated()

@@ -37,6 +37,10 @@ FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one ty
 NAG_S = 0.25  # between two messages of those who do one thing again and again
 ABSENT_S = 5.0  # until somebody whose process does not live tries again
 # Never reach a machine, or only with the operator's signature
+# By what messages it shows that something is computed wrongly
+SHOWS: dict[str, type[m.Message]] = {
+    "wrong": m.GatherChunk, "invent": m.BoundaryTensor, "poison": m.Gradient, "lazy": m.Gradient
+}  # fmt: skip
 BY_DRIVER = m.Override, m.Ping, m.Pong, m.Measure, m.Measured
 FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
 
@@ -273,20 +277,12 @@ class HostileMask:
     def sends(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """What leaves instead; None: nothing."""
         strangers, node = self.strangers, self.node
-        acts = strangers.acting.get(self.one.key) and not node.machine.leading and strangers.beside(node)
-        node.runner.rounds.wrong = bool(acts) and "wrong" in self.one.acts
-        oddities = node.runner.oddities
-        oddities.invents, oddities.poisons, oddities.idles = (
-            bool(acts) and act in self.one.acts for act in ("invent", "poison", "lazy")
-        )
+        acts = bool(strangers.acting.get(self.one.key)) and not node.machine.leading and strangers.beside(node)
+        self._compute_wrongly(acts)
         if not acts:
             return message, values
-        if node.runner.rounds.wrong and isinstance(message, m.GatherChunk):
-            strangers.context.count("wrong")
-        if oddities.invents and isinstance(message, m.BoundaryTensor):
-            self._count("invent")
-        for act, does in (("poison", oddities.poisons), ("lazy", oddities.idles)):
-            if does and isinstance(message, m.Gradient):
+        for act, shows in SHOWS.items():
+            if act in self.one.acts and isinstance(message, shows):
                 self._count(act)
         sent: Sent | None = message, values
         for act in self.one.acts:
@@ -296,6 +292,13 @@ class HostileMask:
                 if sent != before:
                     self._count(act)
         return sent
+
+    def _compute_wrongly(self, acts: bool) -> None:
+        oddities = self.node.runner.oddities
+        self.node.runner.rounds.wrong = acts and "wrong" in self.one.acts
+        oddities.invents, oddities.poisons, oddities.idles = (
+            acts and act in self.one.acts for act in ("invent", "poison", "lazy")
+        )
 
     def _count(self, act: str) -> None:
         self.strangers.lied_s.setdefault(str(self.one), self.strangers.context.kernel.now)

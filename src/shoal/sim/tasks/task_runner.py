@@ -125,6 +125,7 @@ class Rounds:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.audit = Audit()
         self.wrong = False  # it adds something up twice, on purpose
         self._reduced: dict[int, Reduced] = {}
         self._gathered: list[Blob] = []  # of the round that goes piece by piece
@@ -183,7 +184,6 @@ class TaskRunner:
         self.digest = ""
         self.previous = ""  # with delayed updates, the parameters of the version before; at first the same
         self.sums: dict[int, list[Blob]] = {}  # by step
-        self.audit = Audit()
         self.rounds = Rounds(world)
         self.transfer = StateTransfer(world.chunks)
         self._texts = Texts()
@@ -285,7 +285,7 @@ class TaskRunner:
     def _audit(self, task: m.RunAudit, inputs: Sequence[Blob]) -> m.Result:
         self._match(inputs[0], ("x", task.step, task.index, task.stage), "RunAudit")
         used = self._used(task.stage, task.step, "RunAudit")
-        return self.audit.run(task, inputs, used, self.world.stages - 1, self._rounding)
+        return self.rounds.audit.run(task, inputs, used, self.world.stages - 1, self._rounding)
 
     @property
     def _rounding(self) -> float:
@@ -448,7 +448,7 @@ _WORK: dict[type, Callable[[TaskRunner, Any, Sequence[Blob]], m.Result]] = {
     m.RunBackward: TaskRunner._backward,
     m.Describe: lambda runner, task, inputs: describe(task, inputs),
     m.RunAudit: TaskRunner._audit,
-    m.EndAudit: lambda runner, task, inputs: runner.audit.end(task, runner._rounding),
+    m.EndAudit: lambda runner, task, inputs: runner.rounds.audit.end(task, runner._rounding),
     m.Cut: TaskRunner._cut,
     m.AddRow: TaskRunner._add_row,
     m.Add: TaskRunner._add,

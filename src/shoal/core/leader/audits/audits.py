@@ -233,22 +233,32 @@ class Audits:
     def _decide(self, audit: Audit, about: Iterable[Peer]) -> Outcome:
         """Of those whose hops nobody computes any more: one that two accuse is guilty, one that one accuses has its word against that; who
         accuses and is not confirmed is one of two that differ."""
-        guilty, words, unlike = list[tuple[Peer, str]](), list[tuple[Peer, Peer, str]](), list[Unlike]()
-        for of in about:
-            if any(asked[0] == of and asked not in audit.found for asked in audit.asked):
-                continue
-            said = self._said(audit, of)
-            accusers = {by: why for by, why in said.items() if why}
-            if said and not accusers:
-                self._passed[key_of(of)] += 1
-            self._suspect((of, *accusers) if accusers else ())
-            if len({key_of(by) for by in accusers}) > 1:
-                guilty.append((of, f"{next(iter(accusers.values()))}, say {' and '.join(accusers)}"))
-            elif accusers and len(said) == 1:
-                words += [(by, of, f"{why}, says {by}") for by, why in accusers.items()]
-            else:
-                unlike += [(by, of, why) for by, why in accusers.items()]
-        return self._ended(audit, Outcome(tuple(guilty), tuple(words), tuple(unlike)))
+        found = [
+            self._verdict(audit, of)
+            for of in about
+            if not any(asked[0] == of and asked not in audit.found for asked in audit.asked)
+        ]
+        return self._ended(
+            audit,
+            Outcome(
+                tuple(one for each in found for one in each.guilty),
+                tuple(one for each in found for one in each.words),
+                tuple(one for each in found for one in each.unlike),
+            ),
+        )
+
+    def _verdict(self, audit: Audit, of: Peer) -> Outcome:
+        said = self._said(audit, of)
+        accusers = {by: why for by, why in said.items() if why}
+        if not accusers:
+            self._passed[key_of(of)] += bool(said)
+            return Outcome()
+        self._suspect((of, *accusers))
+        if len({key_of(by) for by in accusers}) > 1:
+            return Outcome(guilty=((of, f"{next(iter(accusers.values()))}, say {' and '.join(accusers)}"),))
+        if len(said) == 1:
+            return Outcome(words=tuple((by, of, f"{why}, says {by}") for by, why in accusers.items()))
+        return Outcome(unlike=tuple((by, of, why) for by, why in accusers.items()))
 
     def _ended(self, audit: Audit, outcome: Outcome) -> Outcome:
         if audit.over:

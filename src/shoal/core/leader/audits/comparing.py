@@ -126,8 +126,22 @@ class Listed:
         if case.who[got.source].stage != (stage + 1 if gradient else stage - 1):
             return "evades"
         made = self.made.get(got.source, {}).get((got.index, stage, gradient))
-        same = made is not None and (made.digest, made.sketch) == (got.digest, got.sketch)
-        return "same" if same else "unlike"
+        return "same" if made is not None and _same(made, got) else "unlike"
+
+    def sketch(self, peer: Peer, tensor: Tensor) -> Sketch | None:
+        """Of a tensor that it says to have made, or another to have got from it; None: it is held nowhere any more."""
+        records = [self.made.get(peer, {}).get(tensor)]
+        records += [table[tensor] for table in self.used.values() if tensor in table and table[tensor].source == peer]
+        return next((one.sketch for one in records if one is not None and _sketched(one)), None)
+
+
+def _same(one: TensorRecord, other: TensorRecord) -> bool:
+    """Of a tensor that was let go of before the audit there is a digest alone."""
+    return one.digest == other.digest and (one.sketch == other.sketch or not (_sketched(one) and _sketched(other)))
+
+
+def _sketched(record: TensorRecord) -> bool:
+    return record.sketch != Sketch()
 
 
 def tokens_at(stage: Stage, last: Stage) -> tuple[bool, ...]:
@@ -155,14 +169,15 @@ def difference(
     of: Peer, result: Recomputed, case: Case, listed: Listed, tolerance: float, part_tolerance: float
 ) -> str:
     """What of the hops of `of` differs from `result`, which was computed from the same inputs; '': nothing does."""
-    one, made = case.who[of], listed.made.get(of, {})
+    one = case.who[of]
     losses = {booking.index: booking.loss for booking in case.books.get(of, ())}
     for hop in result.hops:
         for what, key, sketch in (
             ("output", (hop.index, one.stage + 1, False), hop.output),
             ("input gradient", (hop.index, one.stage - 1, True), hop.gradient),
         ):
-            apart = distance([sketch], [made[key].sketch]) if key in made else 0.0
+            theirs = listed.sketch(of, key)
+            apart = distance([sketch], [theirs]) if theirs is not None else 0.0
             if not apart <= tolerance:
                 return f"its {what} of stage {one.stage} for microbatch {hop.index} differs by {apart:.2g} of its norm"
         if one.stage == case.last and not _near(hop, losses.get(hop.index), tolerance):
