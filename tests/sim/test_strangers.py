@@ -43,12 +43,6 @@ def test_one_who_means_harm_does_what_it_is_to_do_and_no_harm(name: str, seed: i
     assert played(name, seed).struck.keys() == {act}
 
 
-@pytest.mark.parametrize(("act", "seed"), [("noise", 0), ("noise", 9), ("invent", 8), ("invent", 10)])
-def test_who_sends_made_up_results_is_evicted_and_nobody_else(act: str, seed: int) -> None:
-    outcome = played(f"strangers/member/{act}", seed)
-    assert outcome.evicted and not outcome.wronged
-
-
 @pytest.mark.parametrize("kind", lies.CHARGES)
 def test_what_they_complain_of_is_what_a_message_can_say(kind: Literal["faulty", "unreachable", "stale"]) -> None:
     complaint = m.Complaint("p1", "its tensors are not finite", kind)
