@@ -116,6 +116,22 @@ def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 @runtime_checkable
+class Lending(Protocol):
+    """An executor that other machines get frozen weights from."""
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The weights that are not trained, by their names in the model and in its order, on any device. Nobody ever changes them."""
+        ...
+
+
+def frozen(executor: Executor) -> Mapping[str, Tensor]:
+    """ValueError: this executor lends none."""
+    if not isinstance(executor, Lending):
+        raise ValueError("this peer lends no frozen weights: it keeps them on several devices, or none")
+    return executor.frozen()
+
+
+@runtime_checkable
 class Evaluating(Protocol):
     """An executor that measures held-out samples, too."""
 

@@ -143,6 +143,9 @@ class Resident:
         with torch.no_grad(), eager:
             return self._stage.infer(self._input(x), cache)
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        return dict(self._stage.named_frozen())
+
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         x, reference = parted(self._stage, self._input(x))
         if tokens is None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, paired
-from shoal.model import sequential
+from shoal.model import lent, sequential
 from shoal.model.cut import (
     counted_pairs,
     cut,
@@ -239,6 +239,7 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.Sequenti
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     blocks = _insert(model, parts, config, stage)
     adapters.narrow(model, config)
+    adapters.encode(model, config)
     adapters.attach(model, config)
     return _stage(model.eval(), blocks, config, stage)
 
@@ -278,7 +279,12 @@ def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
     adapters.narrow(model, config)
     if config.tune.method == "full":
         return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    materialise(model, seed=config.run.seed, source=config.model.path)
+    if lent.borrowed(config.model.path):
+        adapters.encode(model, config)
+        materialise(model, seed=config.run.seed, source=config.model.path, read=lent.fill)
+    else:
+        materialise(model, seed=config.run.seed, source=config.model.path)
+        adapters.encode(model, config)
     adapters.attach(model, config)
     if source or config.tune.adapter:
         adapters.load(model, source or config.tune.adapter)

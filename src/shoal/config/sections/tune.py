@@ -13,7 +13,7 @@ from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
 
-_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "rslora", "dora", "quantize")
+_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "rslora", "dora", "quantize", "lend")
 
 
 class Tune(Section, frozen=True):
@@ -49,6 +49,19 @@ class Tune(Section, frozen=True):
             description="Frozen weights of linear layers are kept in train.dtype, or in 4.5 bits each (NF4 of QLoRA, arXiv 2305.14314)."
         ),
     ] = "none"
+    lend: Annotated[
+        bool,
+        Meta(
+            description="Peers give the frozen weights of their stage to machines that join without the model, if its licence allows that."
+        ),
+    ] = False
+    description: Annotated[
+        str,
+        Meta(
+            max_length=1 << 15,
+            description="What such machines have to know of the model; `shoal invite` writes it into an invite.",
+        ),
+    ] = ""
     beta: Annotated[
         float,
         Meta(

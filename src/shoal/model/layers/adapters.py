@@ -57,14 +57,18 @@ def narrow(model: PreTrainedModel, config: Config) -> None:
             value.data = value.data.to(DTYPES[config.train.dtype])
 
 
+def encode(model: PreTrainedModel, config: Config) -> None:
+    """Linear layers that are not trained, as tune.quantize says, from their weights."""
+    if config.tune.method != "full" and config.tune.quantize == "nf4":
+        nf4.encode(model, model.get_output_embeddings())
+
+
 def attach(model: PreTrainedModel, config: Config) -> None:
     """Insert adapters, in fp32, into the parts that `model` has, whose weights are filled, and freeze the rest. ValueError: none of the
     layers named in tune.targets is there."""
     if config.tune.method == "full":
         return
     lora = settings(config.tune)
-    if config.tune.quantize == "nf4":
-        nf4.encode(model, model.get_output_embeddings())
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
