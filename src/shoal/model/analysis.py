@@ -45,6 +45,7 @@ def count(config: Config) -> Profile:
     if fused:  # else the family's own attention runs, which is slower and keeps all scores (Gemma 2 caps them)
         hf._attn_implementation = _attention(packed=config.data.document_end >= 0)
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
+    adapters.encode(model, config)
     adapters.attach(model, config)
     for value in model.parameters():
         if value.requires_grad:
