@@ -151,6 +151,11 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
         yield from _sharded_problems(device, train)
     if device.compile and device.executor == "swapping":
         yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
+    if run.serve and device.executor == "swapping":
+        yield (
+            "device.executor = 'swapping' serves no texts: it has some of a stage's blocks on the device at a time, and each token would load"
+            " all of them; try device.executor=resident, or more run.stages"
+        )
     if device.executor == "emulated":
         if train.local_steps > 1:
             yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"

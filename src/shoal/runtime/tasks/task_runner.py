@@ -445,7 +445,9 @@ class TaskRunner:
         try:
             return work()
         except OSError as error:
-            raise OSError(f"writing the checkpoint of step {task.step} to {self._shards.place().url}: {error}") from error
+            raise OSError(
+                f"writing the checkpoint of step {task.step} to {self._shards.place().url}: {error}"
+            ) from error
 
     def _kept_copy(self, step: int) -> Copy:
         """What Apply kept of that version, or a copy made now, while the parameters are still those."""
