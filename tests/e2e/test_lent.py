@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LONG_S)]
 SHAPE = ("model.hidden_size=256", "model.intermediate_size=1024", "model.layers=4")
 STEPS = 5000  # it is interrupted when all was seen
 RUN = (
-    *("tune.method=lora", "tune.rank=1", "tune.lend=true", "run.stages=1", "run.peers=2"),
+    *("tune.method=lora", "tune.rank=1", "tune.lend=true", "run.stages=1", "run.peers=3"),
     *("network.discovery=gossip", f"run.steps={STEPS}"),
 )
 SLOW = "network.up_Bps=1500000"  # so that 18 MB take some seconds
@@ -74,7 +74,7 @@ def test_a_guest_gets_its_stage_from_peers_though_one_is_killed_and_it_is_interr
     wait_for(lambda: guest.poll() is not None or len(listed(tmp_path)[1]) > len(before))
     assert guest.poll() is None, end(guest)
     own = {local.peer for local in rundir.locals_of(tmp_path / "runs/tiny").peers}
-    kill(tmp_path / "runs/tiny", sorted(own)[0])  # one of two donors
+    kill(tmp_path / "runs/tiny", sorted(own)[0])  # one of three donors
     wait_for(lambda: guest.poll() is not None or file.exists())
     own |= {local.peer for local in rundir.locals_of(tmp_path / "runs/tiny").peers}
     wait_for(lambda: guest.poll() is not None or trained(tmp_path) - own)

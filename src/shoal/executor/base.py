@@ -116,6 +116,20 @@ def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 @runtime_checkable
+class Dropping(Protocol):
+    """An executor whose adapters drop values."""
+
+    def draw(self, sample: tuple[int, int] | None) -> None:
+        """Passes that follow drop the values of that (step, microbatch); None: none."""
+        ...
+
+
+def draw(executor: Executor, sample: tuple[int, int] | None) -> None:
+    if isinstance(executor, Dropping):
+        executor.draw(sample)
+
+
+@runtime_checkable
 class Lending(Protocol):
     """An executor that other machines get frozen weights from."""
 

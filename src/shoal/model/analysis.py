@@ -152,7 +152,10 @@ def _count_part(parts: Parts, fake: FakeTensorMode, config: Config, place: _Plac
 
 def _alone(model: PreTrainedModel, config: Config, first: bool, last: bool) -> HuggingFaceStage:
     beta = config.tune.beta if paired(config) else 0.0
-    return HuggingFaceStage(model, first=first, last=last, document_end=config.data.document_end, beta=beta)
+    stage = HuggingFaceStage(model, first=first, last=last, document_end=config.data.document_end, beta=beta)
+    if stage.masks is not None:
+        stage.masks.sample = 0, 0  # masks take memory
+    return stage
 
 
 def _reference_flops(stage: HuggingFaceStage, x: Tensor) -> int:

@@ -34,6 +34,7 @@ from shoal.model.cut import (
 )
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.layers import adapters, balance, boundary, linear, pairs, vocabulary
+from shoal.model.layers.dropout import masks_of
 from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -109,6 +110,7 @@ class HuggingFaceStage:
         self.vocabulary: int | None = model.config.vocab_size
         self.paired, self._beta = beta > 0, beta
         self.compared: list[Tensor] = []
+        self.masks = masks_of(model)
         layers: list[boundary.Layers] = list(getattr(model, boundary.ATTRIBUTE, {}).values())
         self._widen = next((each.widen for each in layers if each.widen is not None), None)
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)

@@ -153,7 +153,7 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
         yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
     if run.serve and device.executor == "swapping":
         yield (
-            "device.executor = 'swapping' serves no texts: it has some of a stage's blocks on the device at a time, and each token would load"
+            "device.executor = 'swapping' serves no texts: it has a part of its blocks on the device at a time, and each token would load"
             " all of them; try device.executor=resident, or more run.stages"
         )
     if device.executor == "emulated":

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
 from shoal.model.layers import nf4
+from shoal.model.layers.dropout import Dropout, Masks
 from shoal.model.remote import name_of
 from shoal.model.weights import reader, shard_of, tensors_of
 
@@ -45,6 +46,7 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
         target_modules=list(tune.targets) or "all-linear",
         use_rslora=tune.rslora,
         use_dora=tune.dora,
+        lora_dropout=tune.dropout,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base or None,
     )
@@ -72,6 +74,7 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
+    masks = Masks(config.run.seed, config.tune.dropout)
     try:
         inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
@@ -82,6 +85,8 @@ def attach(model: PreTrainedModel, config: Config) -> None:
                 f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; name other layers, such as "
                 'tune.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
             )
+        if config.tune.dropout:
+            module.lora_dropout[ADAPTER] = Dropout(masks, name)
         for value in module.parameters():
             if value.requires_grad:
                 value.data = value.data.float()

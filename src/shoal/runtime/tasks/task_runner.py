@@ -53,7 +53,7 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, device_of, evaluate, prepare_thread, rewards
+from shoal.executor.base import Executor, device_of, draw, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
@@ -277,6 +277,7 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
+        draw(executor, None if task.heldout else (task.step, task.index))
         if task.heldout:
             y = evaluate(executor, self._borders.input(task, x), None)
             assert isinstance(y, torch.Tensor)
@@ -285,6 +286,7 @@ class TaskRunner:
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
+        draw(executor, None if task.heldout else (task.step, task.index))
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
         if task.heldout:
@@ -304,6 +306,7 @@ class TaskRunner:
     def _recompute(self, task: RunCheck, take: Take) -> Result:
         self._outgoing.check()
         device, executor = self._outgoing.device, self._computing(task.stage, task.step)
+        draw(executor, (task.step, task.index))
         grad = take(task.grad, device) if task.grad else None
         return checking.check(
             task, executor, self._borders, self._config, (take(task.x, device), grad, take(task.result, device))
