@@ -278,6 +278,12 @@ def test_chunks_of_frozen_weights_that_are_here_are_not_requested_again() -> Non
     assert play.task(RunCopy)
 
 
+def test_a_last_chunk_that_is_here_is_not_requested_again_either() -> None:
+    play = borrowing(held=("h1", "h2"))
+    lend(play, "b")
+    assert [request.chunk for _, request in play.sent(ChunkRequest)] == [0]
+
+
 def test_with_every_chunk_here_the_last_one_is_requested_all_the_same() -> None:
     play = borrowing(held=MANIFEST.hashes)
     lend(play, "b")

@@ -275,7 +275,9 @@ class Downloader:
 
     def _parted(self, hashes: tuple[str, ...]) -> tuple[list[int], set[int]]:
         """The chunks to request, and those that are here. One is requested at least: what follows a download follows its last chunk."""
-        have = {chunk for chunk, digest in enumerate(hashes[:-1]) if digest in self._held}
+        have = {chunk for chunk, digest in enumerate(hashes) if digest in self._held}
+        if len(have) == len(hashes):
+            have.remove(len(hashes) - 1)
         return [chunk for chunk in range(len(hashes)) if chunk not in have], have
 
     @property
