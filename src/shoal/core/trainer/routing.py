@@ -26,7 +26,7 @@ from typing import Protocol
 import msgspec
 
 from shoal.core.latency import Latency, Usual
-from shoal.core.messages import Index, Member, Peer, Settings, Stage
+from shoal.core.messages import TURNS, Index, Member, Peer, Settings, Stage
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
@@ -38,6 +38,7 @@ CAUGHT_UP = 2.0
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
+LEAST_TURNS = 0.5  # that a replica without any counts as
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
@@ -60,6 +61,7 @@ class Replica(msgspec.Struct, eq=False):
     latency: Latency
     pace: Latency  # seconds that a hop takes per unit of what this trainer has there, itself included
     virtual: float  # seconds of work charged so far
+    share: float = 1.0  # of the microbatches of a replica with a usual line, that its line carries
     serial: int = 0
     busy_until: float = 0.0
     banned_until: float = 0.0
@@ -151,6 +153,8 @@ class Wiring:
     def _response_s(self, replica: Replica, load: Load) -> float:
         """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
         pace_s = replica.pace.value or self._pace.value or self.usual.value
+        if replica.share < 1.0:  # the others' hops fill its line, too
+            pace_s = max(pace_s, (self._pace.value or self.usual.value) / replica.share)
         return (load.get(replica.peer, 0.0) + 1.0) * pace_s
 
     def take(self, replica: Replica) -> None:
@@ -194,18 +198,21 @@ class Routes:
 
     def on_view(self, members: tuple[Member, ...], now: float) -> None:
         stage_of = {member.peer: member.stage for member in members}
-        self._turns = [[] for _ in self._turns]
-        for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
-            self._turns[member.stage].append(member.peer)
-        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
+        self._order_turns(members)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
             for others in (replica.unserved, replica.withheld):
                 others[:] = [peer for peer in others if not peer or peer in stage_of]
-        for peer, stage in stage_of.items():
-            if peer not in self._at:
-                self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
+        for member in members:
+            if member.peer not in self._at:
+                self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
+            self._at[member.peer][1].share = max(member.turns, LEAST_TURNS) / TURNS
+
+    def _order_turns(self, members: tuple[Member, ...]) -> None:
+        in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
+        self._turns = [turns_of([one for one in in_order if one.stage == stage]) for stage in range(len(self._turns))]
+        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
 
     def choose(
         self,
@@ -430,6 +437,22 @@ class Routes:
 
     def _ban_s(self, replica: Replica) -> float:
         return float(self._settings.ban_s * 2 ** (replica.level - 1))
+
+
+def turns_of(members: list[Member]) -> list[Peer]:
+    """Of one stage's replicas in their order, so that each has as many as its line allows, spread evenly; all alike: one each.
+    A replica without any is still chosen when it is expected to answer much sooner than the one whose turn it is."""
+    wanted = [member.turns for member in members]
+    whole = sum(wanted)
+    if not whole:
+        return [member.peer for member in members]
+    turns, credit = list[Peer](), [0] * len(members)
+    for _ in range(whole // gcd(*wanted)):  # smooth weighted round robin
+        credit = [held + each for held, each in zip(credit, wanted, strict=True)]
+        at = max(range(len(members)), key=lambda place: (credit[place], -place))
+        credit[at] -= whole
+        turns.append(members[at].peer)
+    return turns
 
 
 def shift(owners: int, replicas: int) -> int:
