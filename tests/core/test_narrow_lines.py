@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ def known(
 ) -> tuple[View, Facts]:
     """Everybody has reported its line (usual where none is named; 0: not measured), at the beginning of step 3."""
     view = View(number=9, step=3, members=members, joining=joining, owners=(0,) * 24, phase=Phase.TRAINING)
-    facts = Facts("a", settings)
+    facts = Facts("a", settings, Random(1).random)
     facts.on_view(view, 0.0)
     facts.requests.joined_in = {one.peer: 9 for one in joining}
     facts.history.step_s = step_s
