@@ -432,7 +432,7 @@ def test_encoding_widens_what_a_part_may_be_off_by_what_it_loses() -> None:
 NEXT = "next"
 VIEW = test_server.a_view(members=(*test_server.MEMBERS, m.Member(NEXT, 2)), owners=(0, 1, 0, 1))
 REQUEST = m.AuditRequest(0, 0, 7, "5")
-AGAIN = m.RecomputeRequest(0, 0, 7, REPLICA, "5", (m.AuditedHop(1, OTHER, NEXT), m.AuditedHop(3, OTHER, NEXT)))
+AGAIN = m.RecomputeRequest(0, 0, 7, REPLICA, "5", 7, (m.AuditedHop(1, OTHER, NEXT), m.AuditedHop(3, OTHER, NEXT)))
 
 
 def a_server(**settings: object) -> Play:

@@ -736,12 +736,40 @@ def test_a_round_that_lists_a_fenced_replica_is_not_begun() -> None:
     assert play.tasks() == [] and "replica is listed" in play.sends(RoundFailed)[0][1].reason
 
 
-def test_a_loss_in_another_stage_ends_the_round_too() -> None:
+def after_a_loss_in_another_stage() -> Play:
+    """The exchange of my stage began in round 1 and goes on."""
     play = started()
     play.view(without(OTHER))
     play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    return play
 
-    assert play.tasks() == []
+
+def the_next_round(mine: tuple[int, ...] = (0, 2)) -> Round:
+    own = a_round(mine=mine).groups[1]
+    return Round(0, 0, 2, 2, ((Share(OWNER, (0, 1, 2, 3)),), own), kept=(2, 1))
+
+
+def test_after_a_loss_in_another_stage_my_stages_exchange_goes_on_under_its_number() -> None:
+    play = after_a_loss_in_another_stage()
+    play.hear(OWNER, the_next_round())
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
+    play.done(play.task(Gather), digest="g1", norm_sq=4.0)
+    assert play.sends(Reduced) == [(OWNER, Reduced(0, 0, 1, "g1", 4.0), ())]
+    play.hear(OWNER, the_next_round())
+    assert play.sends(Reduced) == [(OWNER, Reduced(0, 0, 1, "g1", 4.0), ())] and play.tasks() == []
+
+    last = Committed(0, 2, 2.0, 1.0, ("g0", "g1"), the_next_round().groups, kept=(2, 1))
+    play.view(msgspec.structs.replace(without(OTHER, 3), step=1, last=last))
+    assert play.task(Apply).round == 1
+
+
+def test_an_exchange_goes_on_only_with_what_i_booked() -> None:
+    play = after_a_loss_in_another_stage()
+    play.hear(OWNER, the_next_round(mine=(0, 1)))
+
+    ((_, failed, _),) = play.sends(RoundFailed)
+    assert failed.round == 1 and "not of what I booked" in failed.reason
 
 
 def test_an_aborted_rounds_blobs_go_when_the_task_that_reads_them_has_ended() -> None:

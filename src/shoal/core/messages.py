@@ -134,6 +134,11 @@ class Committed(Value, frozen=True):
     heldout: float | None = None  # mean loss over the counted held-out tokens, with the parameters before this step
     rewards: Rewards | None = None  # of the step's preference pairs
     heldout_rewards: Rewards | None = None  # of the held-out ones
+    kept: tuple[Count, ...] = ()  # of each stage, the round that its exchange began in (Round.kept)
+
+    def round_of(self, stage: Stage) -> int:
+        """The round that the stage's exchange began in."""
+        return self.kept[stage] if stage < len(self.kept) else self.round
 
 
 class HeldOut(Value, frozen=True):
@@ -663,7 +668,9 @@ class Books(Wire, frozen=True):
 
 class Round(Wire, frozen=True):
     """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings, joiners[s] the joiners
-    that still download: they get the sums too, and apply them later."""
+    that still download: they get the sums too, and apply them later. kept[s] is the round that the exchange of stage s began in: an earlier
+    one goes on or is over, since the peers that have left were none of its group. Messages between replicas, and theirs to the leader,
+    name that round. (): all begin with this one."""
 
     epoch: Count
     step: Count
@@ -671,6 +678,15 @@ class Round(Wire, frozen=True):
     view: Count
     groups: tuple[tuple[Share, ...], ...]
     joiners: tuple[tuple[Peer, ...], ...] = ()
+    kept: tuple[Count, ...] = ()
+
+    def round_of(self, stage: Stage) -> int:
+        """The round that the stage's exchange began in."""
+        return self.kept[stage] if stage < len(self.kept) else self.round
+
+    def at(self, stage: Stage) -> Round:
+        """As replicas of that stage see it: numbered like their exchange."""
+        return msgspec.structs.replace(self, round=self.round_of(stage), kept=()) if self.kept else self
 
 
 class ReduceChunk(Wire, frozen=True):
@@ -781,13 +797,15 @@ class AuditedHop(Value, frozen=True):
 
 
 class RecomputeRequest(Wire, frozen=True):
-    """Leader to another replica of the stage of `of`: compute those hops again, add nothing to your sum. Answer: Recomputed."""
+    """Leader to another replica of the stage of `of`: compute those hops again, add nothing to your sum. `exchange`: the round that the
+    stage's exchange began in. Answer: Recomputed."""
 
     epoch: Count
     step: Count
     round: Count
     of: Peer
     seed: Digest
+    exchange: Count
     hops: Annotated[tuple[AuditedHop, ...], msgspec.Meta(max_length=2**16)]
 
 

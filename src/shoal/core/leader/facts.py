@@ -179,7 +179,7 @@ class Facts:
         current = self.rounds.open
         opened_again = before is not None and before.ahead and not view.ahead
         if opened_again or (current is not None and fenced(current.message, view) is not None):
-            self.rounds.close()
+            self.rounds.interrupt()
         if before is None or (before.step, before.epoch) != (view.step, view.epoch):
             self._on_step(before, view, now)
         if self.history.step_at is None and view.started:
@@ -187,7 +187,7 @@ class Facts:
         self.saving.on_view(view)
 
     def _on_step(self, before: View | None, view: View, now: float) -> None:
-        self.rounds.close()
+        self.rounds.open = None
         self.rounds.on_step()
         self.evidence.conduct.step()
         self.history.on_step(before, now)

@@ -236,13 +236,16 @@ class Leader:
         for peer in opening.waited_for:
             history.waited_s[peer] = history.waited_s.get(peer, 0.0) + complete_s
         facts.rounds.count += 1
+        number = self.term * ROUNDS_PER_TERM + facts.rounds.count
+        goes_on = any(kept is not None for kept in opening.kept)
         message = Round(
             epoch=view.epoch,
             step=view.step,
-            round=self.term * ROUNDS_PER_TERM + facts.rounds.count,
+            round=number,
             view=view.number,
             groups=opening.groups,
             joiners=opening.joiners,
+            kept=tuple(number if kept is None else kept for kept in opening.kept) if goes_on else (),
         )
         facts.rounds.opened(message, self.settings, now)
         return [Send(share.peer, message) for group in message.groups for share in group]

@@ -281,8 +281,6 @@ class Server:
 
     def _same_step(self, before: View, view: View) -> list[Command]:
         commands = self._rounds.on_view(view)
-        if before.ahead and not view.ahead:
-            commands += self._rounds.end(f"step {view.step} is opened again")
         if (before.work, before.since) != (view.work, view.since):
             commands += self._hops.turn(before, view)
         if view.finished:  # what held-out samples were measured with
@@ -303,7 +301,8 @@ class Server:
         if not replica.ready or last is None or not held or replica.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
         scale = self.settings.scale(last.counted)
-        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save, bool(last.skipped), scale)
+        number = last.round_of(replica.stage)
+        replica.applying = Apply(self._id(), replica.step, number, last.norm, last.save, bool(last.skipped), scale)
         return [*commands, Do(replica.applying)]
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -335,7 +334,7 @@ class Server:
             case AuditRequest():
                 commands = self._hops.on_audit(message)
             case RecomputeRequest():
-                chunks = self._rounds.summed(message.round)
+                chunks = self._rounds.summed(message.exchange)
                 commands = self._hops.audits.on_recompute(peer, message, chunks, now)
             case SaveRequest() | PublishRequest():
                 commands = self._on_ask_shard(peer, message)
@@ -405,6 +404,7 @@ class Server:
             return []
         if message.view > view.number or message.step != view.step or not self._replica.current:
             return []
+        message = message.at(self._replica.stage)
         if self._hops.adding(message.step) and self._rounds.active != message.round:
             return []
         self._round = None

@@ -112,11 +112,11 @@ class CatchUp:
             and len(blobs) == 1
             and not fault
         )
-        if not wanted:
+        if not wanted or key is None:
             return drop(blobs)
         received = self._received.setdefault(message.step, RoundSums(message.round))
         known = self._commits.get(message.step)
-        if message.round < received.round or (known is not None and known[0].round != message.round):
+        if message.round < received.round or (known is not None and known[0].round_of(key[1]) != message.round):
             return drop(blobs)
         commands: list[Command] = []
         if message.round > received.round:
@@ -140,7 +140,7 @@ class CatchUp:
             return self._apply(commit)
         received = self._received[replica.step]
         sums = tuple(received.sums[chunk][1] for chunk in self._senders(commit))
-        self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round, sums)
+        self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round_of(replica.stage), sums)
         return [Do(self._task)]
 
     def on_done(self, done: Done) -> list[Command] | None:
@@ -158,7 +158,7 @@ class CatchUp:
         ):
             return []  # what the task was for is void
         commit, _ = known
-        if commit.round != task.round or commit.digests[replica.stage] != done.result.digest:
+        if commit.round_of(replica.stage) != task.round or commit.digests[replica.stage] != done.result.digest:
             return self._give_up(task.step + 1)  # a peer sent other values than were committed
         return self._apply(commit)
 
@@ -184,7 +184,7 @@ class CatchUp:
         self._replica.applying = Apply(
             task,
             commit.step,
-            commit.round,
+            commit.round_of(self._replica.stage),
             commit.norm,
             save=False,
             skip=bool(commit.skipped),
@@ -200,8 +200,8 @@ class CatchUp:
             return True
         if (
             received is None
-            or received.round != commit.round
             or self._key is None
+            or received.round != commit.round_of(self._key[1])
             or self._key[1] >= len(commit.groups)
         ):
             return False

@@ -202,7 +202,8 @@ class Audits:
         if not others:
             return False
         by, round_ = others[int(self._chance() * len(others))], audit.case.round
-        audit.asked[of, by] = RecomputeRequest(round_.epoch, round_.step, round_.round, of, audit.seed, hops)
+        exchange = round_.round_of(audit.who[of].stage)
+        audit.asked[of, by] = RecomputeRequest(round_.epoch, round_.step, round_.round, of, audit.seed, exchange, hops)
         rate = audit.case.rates.get(by, 0.0)
         hops_s = HOPS * len(hops) * (busy[by] + 1) / rate if rate > 0.0 else 0.0
         audit.due = max(audit.due, now + PATIENCE * self._settings.min_request_timeout_s + hops_s)
