@@ -21,11 +21,21 @@ SIGMAS = 8.0  # that a product with random signs may be off, in norms of the lar
 SAME = 1e-9  # by which two sketches of the same bits may differ, of the norm
 
 
+class SummedChunk(msgspec.Struct, frozen=True):
+    """Values `start` to `stop` of the gradient, whose sum has that digest; `owner`: the place in the group of who added it up."""
+
+    start: int
+    stop: int
+    owner: int
+    digest: str
+
+
 class SumChecks:
     """What one replica knows of each owner's sums, of all pieces of a round together."""
 
     def __init__(self) -> None:
         self._sums: dict[Peer, OwnedSums] = {}
+        self.chunks: list[SummedChunk] = []  # gathered so far
 
     def on_added(self, me: Peer, result: Result) -> None:
         """I have added up a chunk: sketches of its parts, and of what encoding has lost."""

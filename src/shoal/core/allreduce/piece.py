@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.core.allreduce.checked import SummedChunk
 from shoal.core.allreduce.layout import Layout, Role
 from shoal.core.messages import Add, AddRow, Cut, Gather, Peer
 
 Work = Cut | AddRow | Add | Gather
-
-
-class SummedChunk(msgspec.Struct, frozen=True):
-    """Values `start` to `stop` of the gradient, whose sum has that digest; `owner`: the place in the group of who added it up."""
-
-    start: int
-    stop: int
-    owner: int
-    digest: str
 
 
 class Piece(msgspec.Struct):

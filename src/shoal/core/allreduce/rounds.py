@@ -22,19 +22,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from shoal.core.allreduce.checked import SumChecks
+from shoal.core.allreduce.checked import SumChecks, SummedChunk
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
-from shoal.core.allreduce.piece import (
-    Piece,
-    SummedChunk,
-    Work,
-    is_checked,
-    missing_from,
-    own_parts,
-    summed,
-    sums_for_others,
-)
+from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, summed, sums_for_others
 from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
     Add,
@@ -77,7 +68,6 @@ class Current(msgspec.Struct):
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     checks: SumChecks = msgspec.field(default_factory=SumChecks)
-    summed: list[SummedChunk] = []
     reduced: Reduced | None = None
 
 
@@ -205,7 +195,7 @@ class Rounds:
         current = self._current
         if current is None or current.reduced is None or current.message.round != round_:
             return ()
-        return tuple(current.summed)
+        return tuple(current.checks.chunks)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -331,7 +321,7 @@ class Rounds:
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
                 current.checks.on_gathered(current.piece.layout.owners, done.result)
-                current.summed = current.summed + summed(current.piece.layout, current.group, done.result.digests)
+                current.checks.chunks += summed(current.piece.layout, current.group, done.result.digests)
                 if not task.last:
                     return self._next_piece(current, now)
                 self._times.end(now - current.began, current.lost)

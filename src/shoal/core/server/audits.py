@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from shoal.core.allreduce.checked import plus
-from shoal.core.allreduce.piece import SummedChunk
+from shoal.core.allreduce.checked import SummedChunk, plus
 from shoal.core.messages import (
     AuditAnswer,
     AuditedHop,
