@@ -10,12 +10,12 @@ import pytest
 from tests.core.test_leader import LeaderRig, places
 
 from shoal.core.leader.averaging import PAUSES
-from shoal.core.leader.evictions import Misfit
+from shoal.core.leader.books.stalls import QUIET_BEATS
+from shoal.core.leader.evictions import FIRST_PAUSE, Misfit
 from shoal.core.leader.facts import FAILURES, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
 from shoal.core.leader.rules.checks import HEARD_BEATS, STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
-from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     Booker,
     BookerRequest,
@@ -643,7 +643,7 @@ def back_after(leader: LeaderRig, peer: str, alive: tuple[str, ...]) -> float:
 
 
 def test_a_key_that_was_evicted_stays_out_longer_each_time() -> None:
-    leader = a_run("bcd")
+    leader = a_run("bcd", ban_s=10.0 / FIRST_PAUSE)
     waited = []
     for process in range(3):
         peer = f"k.{process}"
@@ -665,7 +665,7 @@ def test_the_pause_survives_a_change_of_the_leader() -> None:
     assert leader.view.evicted == (Evicted("c", 1),)
     leader.wait(2.0, alive=("b", "d"))
     late_leader(leader)
-    assert 9.0 <= back_after(leader, "c", ("b", "d")) <= 11.0
+    assert 59.0 <= back_after(leader, "c", ("b", "d")) <= 61.0
 
 
 def test_later_views_remember_who_was_evicted() -> None:
@@ -698,9 +698,8 @@ def owner(leader: LeaderRig, index: int = 1) -> str:
 def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it_is_silent_on_that() -> None:
     leader = hanging()
     leader.wait(QUIET_S - 0.5, alive=tuple("bcd"))
-    assert leader.sent(BookerRequest) == [] and owner(leader) == "b"
+    assert ("b", BookerRequest(0, 0, 1, 1)) in leader.sent(BookerRequest) and owner(leader) == "b"
     leader.wait(1.0, alive=tuple("bcd"))
-    assert ("b", BookerRequest(0, 0, 1, 1)) in leader.sent(BookerRequest)
     leader.wait(6.0, alive=tuple("bcd"))
     assert owner(leader) != "b" and members(leader) == "abcd"
     assert f"{owner(leader)} takes over microbatch 1: b does not say where" in leader.reasons
@@ -733,7 +732,7 @@ def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
     for done in range(1, 16):
         leader.wait(QUIET_S - 1.0, alive=tuple("bcd"))
         leader.heartbeat("b", tuple(range(done)))
-    assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(BookerRequest) == []
+    assert leader.view.owners == owners and members(leader) == "abcd"
 
 
 def test_a_microbatch_never_returns_to_an_owner_that_had_it_in_this_step() -> None:
@@ -770,12 +769,12 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
     leader = a_run("bcdef")
     leader.heartbeat("a", (0, 1, 2, 3))
     leader.heartbeat("b", (0, 3))
-    for _ in range(80):
+    while "d" in members(leader):
         leader.wait(0.5, alive=tuple("bcdef"))
+        assert leader.now < QUIET_S
         for index in (1, 2):
-            if "d" in members(leader):
-                leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d", slow=1))
-    assert members(leader) == "abcef" and "d keeps 2 owners waiting" in leader.reasons
+            leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d", slow=1))
+    assert members(leader) == "abcef" and "d keeps b and c waiting while nothing is booked" in leader.reasons
 
 
 # ---------------------------------------------------------------------------------------------------------- why it stalls

@@ -7,7 +7,6 @@ survive the leader: what must not be forgotten is in the View, and a new leader 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.checked import WrongSums
@@ -15,19 +14,18 @@ from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
-from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Verdict
+from shoal.core.leader.books.stalls import Takeovers
+from shoal.core.leader.evictions import Dispute, Misfit, Verdict
+from shoal.core.leader.evidence import Evidence
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.progress import Progress
 from shoal.core.leader.requests import Requests
 from shoal.core.leader.saving import Saving
-from shoal.core.leader.stalls import Stalls, Takeovers
 from shoal.core.messages import (
     Booker,
     Command,
     Complaint,
     Heartbeat,
-    Index,
     Join,
     JoinRefused,
     Leave,
@@ -53,33 +51,7 @@ JOINS = 256  # requests to join that are kept; a peer that is not among them rep
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
-OF_WORK = ("work", "epoch", "since", "started")  # of a view: what is computed under it
 Finding = Dispute | Misfit | Takeovers | WrongSums  # of a check (rules/order.py)
-
-
-class Evidence:
-    """What is held against whom, and who is to be removed or to download its state again, with the reason."""
-
-    def __init__(self, name: Peer, settings: Settings) -> None:
-        self.conduct = Conduct()
-        self.progress = Progress(name, settings)
-        self.stalls = Stalls(settings)
-        self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
-        self.takeovers: Takeovers | None = None  # who it is to be
-        self.guilty: dict[Peer, str] = {}  # to be evicted
-        self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
-        self.stale: dict[Peer, str] = {}  # members that must download their state again
-        self.resigns = ""  # why this peer should not lead
-        # Of what is computed now, by step, stage and microbatch: by the replica's key.
-        self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}
-
-    def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
-        self.progress.on_view(before, view, now)
-        self.conduct.keep(present, (one.key for one in view.evicted))
-        if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
-            self.stalls.on_step(now, first=before is None)
-        self.stalls.on_view(view)
-        self.reassigning, self.takeovers = {}, None
 
 
 class Facts:
@@ -281,9 +253,7 @@ class Facts:
         """This process was stopped for `gap_s`: no peer's silence in that time counts."""
         self.received_at = {peer: min(now, at + gap_s) for peer, at in self.received_at.items()}
         self.doubted.clear()
-        self.evidence.progress.forgive(gap_s, now)
-        self.evidence.stalls.forgive(now)
-        self.evidence.reassigning = {}  # what owners answered meanwhile is still to be read
+        self.evidence.forgive(gap_s, now)
         self.rounds.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
@@ -312,7 +282,7 @@ class Facts:
                 return self._on_round(peer, message, now)
             case Booker():
                 self._on_booker(peer, message)
-                self.evidence.stalls.on_answer(peer, message, now)
+                self.evidence.on_answer(peer, message, now)
             case _:
                 return self.saving.on_message(peer, message, self.places)
         return []

@@ -296,11 +296,14 @@ class Routes:
 
     def patience(self, peer: Peer, size: float) -> float:
         """Seconds after which a hop of that size to that peer is slow."""
+        return max(self._settings.min_request_timeout_s, self.due(peer, size))
+
+    def due(self, peer: Peer, size: float) -> float:
+        """The same by what is measured alone, however short."""
         if peer not in self._at:
-            return self._settings.min_request_timeout_s
+            return 0.0
         stage, replica = self._at[peer]
-        usual_s = PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
-        return max(self._settings.min_request_timeout_s, usual_s)
+        return PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
 
     def knows(self, peer: Peer) -> bool:
         """The usual time of its stage is measured or planned. A guess may be wrong by a factor of a hundred."""
@@ -424,6 +427,11 @@ class Routes:
         stage = self._at[others[0]][0] if others[0] in self._at else -1
         replicas = sum(at == stage for at, _ in self._at.values())
         return len(others) >= MISSES and ("" in others or len(set(others)) >= min(2, replicas))
+
+    def useless(self, peer: Peer) -> bool:
+        """It has called too much missing since its last result, or has given too little of what it made, to be asked for more soon."""
+        replica = self._at[peer][1] if peer in self._at else None
+        return replica is not None and any(self._several(of) for of in (replica.unserved, replica.withheld) if of)
 
     def given(self, peers: Iterable[Peer]) -> None:
         """Tensors that these had made were had."""
