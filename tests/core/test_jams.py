@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.core.leader.books.jams import FRESH_BEATS, HOLD_BEATS, LONGEST, QUICK_BEATS, WITNESSES, Jams, Outcome
-from shoal.core.leader.books.stalls import Stalls
+from shoal.core.leader.books.jams import FRESH_BEATS, GAPS, HOLD_BEATS, LONGEST, QUICK_BEATS, WITNESSES, Jams, Outcome
+from shoal.core.leader.books.stalls import HOPS, Stalls
 from shoal.core.leader.ledger import Ledger
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
@@ -21,7 +21,7 @@ class Jam:
     """The last three microbatches lack at stage 1, those of d, e and f; the others took 0.2 s."""
 
     def __init__(self, view: View = VIEW) -> None:
-        self.view, self.now = view, 0.0
+        self.view, self.now, self.slowest_s = view, 0.0, 0.0
         self.stalls, self.jams, self.ledger = Stalls(SETTINGS), Jams(SETTINGS), Ledger(2, 6)
         self.heard = dict.fromkeys("abcdef", 0.0)
         self.stalls.on_step(0.0, first=False)
@@ -34,7 +34,7 @@ class Jam:
     def look(self, silent: str = "") -> Outcome:
         self.heard |= {peer: self.now for peer in "abcdef" if peer not in silent}
         self.stalls.ask(self.view, self.ledger, 0.0, self.now)
-        return self.jams.look(self.view, self.ledger, self.stalls, self.heard, self.now)
+        return self.jams.look(self.view, self.ledger, self.stalls, self.slowest_s, self.heard, self.now)
 
     def beat(self, *answers: tuple[str, int, str, int], silent: str = "") -> Outcome:
         """A beat later, and what each says to what it is asked: peer, microbatch, for whom it waits, how many were late with it."""
@@ -151,3 +151,11 @@ def test_of_two_owners_and_two_servers_in_dispute_nobody_can_tell_who_lies() -> 
     said = [("d", 2, "a", 0), ("d", 3, "b", 0), ("e", 4, "a", 0), ("e", 5, "b", 0)]
     outcome = jam.until(*said, *((at, index, "", 0) for _, index, at, _ in said))
     assert outcome.verdicts == [] and set(outcome.moves) == {2, 3, 4, 5}
+
+
+def test_a_swarm_whose_hops_or_bookings_take_long_is_left_alone_for_as_long() -> None:
+    said = ("d", 3, "a", 1), ("e", 4, "a", 1), ("a", 3, "a", 0), ("a", 4, "a", 0)
+    slow, rare = Jam(), Jam()
+    slow.slowest_s, rare.stalls.gaps.before_s = 3.0, 8.0
+    assert peers(slow.until(*said)) == ["a"] and slow.now >= HOPS * 3.0
+    assert peers(rare.until(*said)) == ["a"] and rare.now >= GAPS * 8.0

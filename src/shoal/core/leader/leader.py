@@ -207,7 +207,7 @@ class Leader:
         slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
         commands = evidence.stalls.ask(view, ledger, slowest_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        jam = evidence.jams.look(view, ledger, evidence.stalls, facts.received_at, now)
+        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, facts.received_at, now)
         evidence.reassigning = jam.moves | evidence.reassigning
         for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)

@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from shoal.core.leader.books.stalls import ASKED, Stalls
+from shoal.core.leader.books.stalls import ASKED, HOPS, Stalls
 from shoal.core.leader.evictions import Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
@@ -23,7 +23,8 @@ from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
 ASK_BEATS = 2.0  # without a booking, before anybody is asked,
-QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s, and what is usual by stalls.py
+GAPS = 1.5  # or so many times the longest that this step or the one before has had, or HOPS microbatches of the slowest peer,
+QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s
 HOLD_BEATS = 1.5  # for which what convicts has been said without a break: two answers
 FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its process may have been stopped, and silence has its own rule
 LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
@@ -89,13 +90,16 @@ class Jams:
         elif peer == hang.at:
             self._servers[peer, answer.index] = answer
 
-    def look(self, view: View, ledger: Ledger, stalls: Stalls, heard: Mapping[Peer, float], now: float) -> Outcome:
-        """`heard`: when each peer was heard last."""
+    def look(
+        self, view: View, ledger: Ledger, stalls: Stalls, slowest_s: float, heard: Mapping[Peer, float], now: float
+    ) -> Outcome:
+        """`slowest_s`: of the slowest peer for a microbatch; `heard`: when each peer was heard last."""
         if (view.number, ledger.booked) != self._known:
             self._known = view.number, ledger.booked
             self.clear()
         quiet_s = stalls.quiet_s(now)
-        if quiet_s < max(ASK_BEATS * self._settings.heartbeat_s, stalls.usual_s):
+        gaps_s = max(stalls.gaps.now_s, stalls.gaps.before_s)
+        if quiet_s < max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s):
             return Outcome()
         outcome = Outcome(self._ask(view, ledger, now), [], {})
         if quiet_s < self._quick_s:

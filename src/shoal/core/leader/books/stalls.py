@@ -95,7 +95,6 @@ class Stalls:
         self._settings = settings
         self._booked = -1
         self._grew_at: float | None = None
-        self.usual_s = 0.0  # without a booking, by what is measured
         self._cases: dict[Index, Case] = {}
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
@@ -162,7 +161,7 @@ class Stalls:
                 self.gaps.now_s = max(self.gaps.now_s, now - self._grew_at) if self._booked >= 0 else self.gaps.now_s
             self._booked, self._grew_at, self.gaps.remedied = ledger.booked, now, False
             self._cases.clear()
-        usual_s = self.usual_s = max(HOPS * slowest_s, GAPS * self.gaps.now_s, GAPS * self.gaps.before_s)
+        usual_s = max(HOPS * slowest_s, GAPS * self.gaps.now_s, GAPS * self.gaps.before_s)
         self.gaps.most_s = TOO_LONG * max(self._patience_s, usual_s) if slowest_s else inf
         quiet_s = max(self._patience_s, usual_s) * (1.0 if ledger.booked else FIRST)
         known_s = SHORT * max(self.gaps.of_steps, default=0.0) if len(self.gaps.of_steps) == KNOWN else quiet_s
