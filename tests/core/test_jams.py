@@ -159,3 +159,15 @@ def test_a_swarm_whose_hops_or_bookings_take_long_is_left_alone_for_as_long() ->
     slow.slowest_s, rare.stalls.gaps.before_s = 3.0, 8.0
     assert peers(slow.until(*said)) == ["a"] and slow.now >= HOPS * 3.0
     assert peers(rare.until(*said)) == ["a"] and rare.now >= GAPS * 8.0
+
+
+def test_who_has_booked_what_two_owners_wait_for_is_late_by_no_measure() -> None:
+    jam = Jam()
+    jam.stalls.gaps.longest_s = 3.0
+    for _ in range(60):
+        outcome = jam.beat(("d", 3, "a", 0), ("e", 4, "a", 0))
+        for index in (3, 4):
+            jam.jams.on_answer("a", Booker(0, 3, index, 1, peer="a"), jam.now)
+        if outcome.verdicts:
+            break
+    assert peers(outcome) == ["a"] and jam.now < LONGEST * 3.0

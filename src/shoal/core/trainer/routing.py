@@ -32,6 +32,7 @@ FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
 COLD_S = 1.0  # used without a plan and without measurements: SWARM's figure
 PATIENCE = 4.0  # a hop is slow after so many times its usual duration
+OTHERS = 4.0  # times as long as any hop has taken is taken for long of a stage that nothing is known of
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
 # A planned peer that was too slow is chosen again when it takes at most so many times its stage's usual
 CAUGHT_UP = 2.0
@@ -192,6 +193,7 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
+        self._answers, self._longest_s = 0, 0.0  # of all stages: how many, and the longest per unit of size
         # By stage, in the same order at every trainer
         self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]
         self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
@@ -303,13 +305,17 @@ class Routes:
         if peer not in self._at:
             return 0.0
         stage, replica = self._at[peer]
-        return PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
+        expected_s = self._wirings[stage].expected(replica)
+        if not self._known(stage) and self._answers >= 2:
+            expected_s = min(expected_s, OTHERS * self._longest_s)
+        return PATIENCE * size * expected_s + replica.queue_s
 
     def knows(self, peer: Peer) -> bool:
-        """The usual time of its stage is measured or planned. A guess may be wrong by a factor of a hundred."""
-        if peer not in self._at:
-            return True
-        stage = self._at[peer][0]
+        """The usual time of its stage is measured or planned, or what other stages take is measured. A guess may be wrong by a factor of a
+        hundred."""
+        return peer not in self._at or self._answers >= 2 or self._known(self._at[peer][0])
+
+    def _known(self, stage: Stage) -> bool:
         return stage in self._planned or self._wirings[stage].usual.known
 
     def repeat_s(self, peer: Peer) -> float:
@@ -332,6 +338,7 @@ class Routes:
         self._wirings[stage].measure(replica, seconds, size, ahead)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
+            self._answers, self._longest_s = self._answers + 1, max(self._longest_s, seconds / size)
         if replica.lagging:
             replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].usual.value
         replica.queue_s /= 2

@@ -107,7 +107,7 @@ class Jams:
         long_s = max(self._quick_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
         if quiet_s >= long_s:
             self._note_ungiven(view)
-        late = {index: hang for index, hang in self._hangs.items() if _late(hang, long_s, now)}
+        late = {index: hang for index, hang in self._hangs.items() if self._late(index, hang, long_s, now)}
         self._judge(view, late, heard, outcome, now)
         self._settle(stalls, outcome, now)
         return outcome
@@ -128,6 +128,13 @@ class Jams:
             request = BookerRequest(view.epoch, view.work, index, stage)
             commands += [Send(peer, request) for peer in dict.fromkeys((owner, hang.at)) if peer]
         return commands
+
+    def _late(self, index: Index, hang: Hang, long_s: float, now: float) -> bool:
+        """Its owner finds the server late, or cannot know, and has waited for it for too long for anybody, or for what it has booked."""
+        if not hang.at or hang.at == hang.owner:
+            return False
+        said = self._servers.get((hang.at, index))
+        return hang.slow > 0 or now - hang.at_since > long_s or (said is not None and bool(said.peer))
 
     def _note_ungiven(self, view: View) -> None:
         """Servers say that a tensor does not come. They are believed one by one, as owners go from one to the next."""
@@ -185,8 +192,3 @@ class Jams:
             self._since.pop(what, None)
             return False
         return now - self._since.setdefault(what, now) >= HOLD_BEATS * self._settings.heartbeat_s
-
-
-def _late(hang: Hang, long_s: float, now: float) -> bool:
-    """Its owner finds the server late, or cannot know, and has waited for it for too long for anybody."""
-    return bool(hang.at) and hang.at != hang.owner and (hang.slow > 0 or now - hang.at_since > long_s)
