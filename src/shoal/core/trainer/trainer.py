@@ -459,12 +459,12 @@ class Trainer:
             self._repeat(m, hop, now)
 
     def _query(self, m: Microbatch, hop: Hop, now: float) -> None:
-        """Ask its server whether it has got it. A forward can go elsewhere soon; a backward that is called slow must be cancelled first."""
+        """Ask its server whether it has got it: a request that carries tokens may still be behind tensors on the line, which this is not."""
         hop.asked = True
-        backward, floor_s = hop.kind is Kind.BACKWARD, self._settings.min_request_timeout_s
-        query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, backward)
+        query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, hop.kind is Kind.BACKWARD)
         self._out.append(Send(hop.peer, query))
-        self._timers.set(m.index, max(now + ASK_FLOORS * floor_s, hop.sent + floor_s * backward))
+        floor_s, floors = self._settings.min_request_timeout_s, 1.0 + ASK_FLOORS * bool(m.inputs())
+        self._timers.set(m.index, max(now + ASK_FLOORS * floor_s, hop.sent + floors * floor_s))
 
     def _measured(self, m: Microbatch, hop: Hop, now: float) -> bool:
         """A hop sent when nobody knew how long its stage takes is due, by what is known now. Else its deadline moves."""
