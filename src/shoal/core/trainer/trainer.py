@@ -459,7 +459,7 @@ class Trainer:
             self._repeat(m, hop, now)
 
     def _query(self, m: Microbatch, hop: Hop, now: float) -> None:
-        """Ask its server whether it has got it: a request that carries tokens may still be behind tensors on the line, which this is not."""
+        """Ask its server whether it has got it: a request that carries tokens may still be behind tensors on the line, unlike this."""
         hop.asked = True
         query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, hop.kind is Kind.BACKWARD)
         self._out.append(Send(hop.peer, query))
