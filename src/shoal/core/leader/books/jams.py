@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from shoal.core.leader.books.stalls import ASKED, HOPS, Stalls
+from shoal.core.leader.books.stalls import HOPS, Stalls
 from shoal.core.leader.evictions import Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
@@ -28,6 +28,8 @@ QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s
 HOLD_BEATS = 1.5  # for which what convicts has been said without a break: two answers
 FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its process may have been stopped, and silence has its own rule
 LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
+PARTS = 8.0  # of what is open: as long as one is booked books grow
+ASKED = 64  # microbatches that are asked after at a time
 WITNESSES = 2  # keys that wait for one peer, where there can be so many
 AGE = 64  # steps after which disputes are forgotten
 
@@ -50,10 +52,19 @@ class Hang(msgspec.Struct):
     at_since: float = 0.0
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """What was booked, and left to be, when books last grew by enough."""
+
+    booked: int = -1
+    left: int = 0
+    at: float = 0.0
+
+
 class Jams:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._known = -1, -1  # the view's number, and what was booked
+        self._number = -1  # the view's
+        self._mark = Mark()
         self._hangs: dict[Index, Hang] = {}
         self._servers: dict[tuple[Peer, Index], Booker] = {}  # what each says of the hop that an owner waits for
         self._ungiven: dict[
@@ -72,7 +83,8 @@ class Jams:
         self.clear()
 
     def clear(self) -> None:
-        """Books grow, the view is another one, or this process was stopped: what was said is no longer true."""
+        """The step is over, or this process was stopped: what was said is no longer true."""
+        self._mark = Mark()
         self._hangs.clear()
         self._servers.clear()
         self._ungiven.clear()
@@ -94,10 +106,8 @@ class Jams:
         self, view: View, ledger: Ledger, stalls: Stalls, slowest_s: float, heard: Mapping[Peer, float], now: float
     ) -> Outcome:
         """`slowest_s`: of the slowest peer for a microbatch; `heard`: when each peer was heard last."""
-        if (view.number, ledger.booked) != self._known:
-            self._known = view.number, ledger.booked
-            self.clear()
-        quiet_s = stalls.quiet_s(now)
+        self._keep(view)
+        quiet_s = self._quiet_s(ledger, now)
         gaps_s = max(stalls.gaps.now_s, stalls.gaps.before_s)
         if quiet_s < max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s):
             return Outcome()
@@ -112,13 +122,33 @@ class Jams:
         self._settle(stalls, outcome, now)
         return outcome
 
+    def _keep(self, view: View) -> None:
+        """A newer view: what was said by owners that are none any more, by those that left and about them is void."""
+        if view.number == self._number:
+            return
+        self._number, members = view.number, {member.peer for member in view.members}
+        self._hangs = {i: hang for i, hang in self._hangs.items() if owner_of(view, i) == hang.owner}
+        self._servers = {key: said for key, said in self._servers.items() if key[0] in members}
+        self._ungiven = {peer: by for peer, by in self._ungiven.items() if peer in members}
+        self._since = {what: at for what, at in self._since.items() if what[0] in members}
+
+    def _quiet_s(self, ledger: Ledger, now: float) -> float:
+        """Seconds in which less than a part of what is open was booked: among many some always come through."""
+        mark, left = self._mark, ledger.needed - ledger.booked
+        if not mark.booked <= ledger.booked < mark.booked + max(1.0, mark.left / PARTS):
+            self._mark = Mark(ledger.booked, left, now)
+            self._ungiven.clear()
+        return now - self._mark.at
+
     @property
     def _quick_s(self) -> float:
         return max(QUICK_BEATS * self._settings.heartbeat_s, self._settings.min_request_timeout_s)
 
     def _ask(self, view: View, ledger: Ledger, now: float) -> list[Command]:
         commands: list[Command] = []
-        for index, stage in ledger.open_at(view.members)[:ASKED]:
+        open_ = dict(ledger.open_at(view.members))
+        self._hangs = {index: hang for index, hang in self._hangs.items() if open_.get(index) == hang.stage}
+        for index, stage in list(open_.items())[:ASKED]:
             owner = owner_of(view, index)
             if owner is None:
                 continue

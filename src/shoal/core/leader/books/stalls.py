@@ -131,10 +131,6 @@ class Stalls:
             if owner is not None:
                 self._owned_by.setdefault(index, set()).add(owner)
 
-    def quiet_s(self, now: float) -> float:
-        """Seconds since the last booking."""
-        return now - self._grew_at if self._grew_at is not None else 0.0
-
     def hand_over(self, index: Index, owner: Peer, stage: Stage, at: Peer, now: float) -> None:
         """Another owner is to take that microbatch over; this one is not to blame, nor is `at` to have it."""
         self._cases[index] = Case(owner, stage, now, now, at, blameless=True)
