@@ -168,6 +168,10 @@ class Conduct:
         most = TIES if tie else DIFFERS
         return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= most else None
 
+    def undecided(self, peer: Peer) -> bool:
+        """It has differed with one other peer alone, which may be the one that lies."""
+        return len(self._opponents.get(key_of(peer), ())) < OPPONENTS and self._differed[key_of(peer)] < DIFFERS
+
     def odd_one(self, joiner: Peer, alone: Peer) -> Verdict | None:
         """A joiner holds another state than its stage's only member: whom to evict, if it is the member, which has differed with another
         before, and the joiner with nobody else."""

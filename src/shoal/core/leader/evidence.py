@@ -25,6 +25,7 @@ class Evidence:
         self.guilty: dict[Peer, str] = {}  # to be evicted
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
+        self.parted: dict[Peer, str] = {}  # members that cannot go on beside their stage's only other one
         self.resigns = ""  # why this peer should not lead
         # Of what is computed now, by step, stage and microbatch: by the replica's key.
         self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}

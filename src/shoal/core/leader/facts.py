@@ -218,8 +218,9 @@ class Facts:
         for table in tables:
             for peer in [peer for peer in table if peer not in self.present]:
                 del table[peer]
-        for peer in [peer for peer in evidence.stale if peer not in self.serving]:
-            del evidence.stale[peer]
+        for held in (evidence.stale, evidence.parted):
+            for peer in [peer for peer in held if peer not in self.serving]:
+                del held[peer]
 
     def _on_members(self, before: View | None, view: View, now: float) -> None:
         self.requests.pauses.on_view(view.evicted, now)
@@ -451,8 +452,12 @@ class Facts:
         for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
+                    verdict = evidence.conduct.differs(peer, dispute.why, tie)
+                    if verdict is not None and peer in self.serving and evidence.conduct.undecided(peer):
+                        evidence.parted[peer] = verdict[1]
+                        continue
                     (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
-                    self.convict(evidence.conduct.differs(peer, dispute.why, tie))
+                    self.convict(verdict)
 
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer

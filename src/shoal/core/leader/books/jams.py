@@ -30,6 +30,9 @@ FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its
 LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
 PARTS = 8.0  # of what is open: as long as one is booked books grow
 ASKED = 64  # microbatches that are asked after at a time
+ALONE = (
+    2.0  # times as long as before anybody is judged: an owner that waits alone for a server hands its microbatch over
+)
 WITNESSES = 2  # keys that wait for one peer, where there can be so many
 AGE = 64  # steps after which disputes are forgotten
 
@@ -120,6 +123,7 @@ class Jams:
         late = {index: hang for index, hang in self._hangs.items() if self._late(index, hang, long_s, now)}
         self._judge(view, late, heard, outcome, now)
         self._settle(stalls, outcome, now)
+        self._hand_over(late, stalls, outcome, now)
         return outcome
 
     def _keep(self, view: View) -> None:
@@ -215,6 +219,14 @@ class Jams:
                 only = [one for one in self._disputes[key_of(peer)] if self._disputes[one] == {key_of(peer)}]
                 if len(only) >= WITNESSES:
                     outcome.verdicts.append((peer, f"is in dispute with {' and '.join(sorted(only))}: {why}"))
+
+    def _hand_over(self, late: dict[Index, Hang], stalls: Stalls, outcome: Outcome, now: float) -> None:
+        """One owner alone waits for a server: another one takes over, and gets on, or is the second that waits for it."""
+        for index, hang in late.items():
+            if index in outcome.moves or now - hang.at_since < ALONE * self._quick_s:
+                continue
+            stalls.hand_over(index, hang.owner, hang.stage, hang.at, now)
+            outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
 
     def _holds(self, what: tuple[Peer, Index], true: bool, now: float) -> bool:
         """It has been so for HOLD_BEATS."""

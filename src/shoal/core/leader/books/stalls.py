@@ -46,6 +46,7 @@ class Case(msgspec.Struct):
     at: Peer = ""  # for whom, as it says
     answer: Booker | None = None
     blameless: bool = False  # its owner waits for others
+    gentle: bool = False  # nobody is evicted where nobody can take it over
 
 
 class Reassign(msgspec.Struct, frozen=True):
@@ -132,8 +133,8 @@ class Stalls:
                 self._owned_by.setdefault(index, set()).add(owner)
 
     def hand_over(self, index: Index, owner: Peer, stage: Stage, at: Peer, now: float) -> None:
-        """Another owner is to take that microbatch over; this one is not to blame, nor is `at` to have it."""
-        self._cases[index] = Case(owner, stage, now, now, at, blameless=True)
+        """Another owner is to take that microbatch over, if one can; this one is not to blame, nor is `at` to have it."""
+        self._cases[index] = Case(owner, stage, now, now, at, blameless=True, gentle=True)
         self.gaps.remedied = True
 
     def forgive(self, now: float) -> None:
@@ -248,7 +249,10 @@ class Stalls:
             strikes = self._strikes[case.owner] + struck[case.owner]
             had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
-            if (strikes >= STRIKES or not able or not self._here_from_the_start) and case.owner != leader:
+            stuck = not able or not self._here_from_the_start
+            if case.gentle and stuck:
+                continue
+            if (strikes >= STRIKES or stuck) and case.owner != leader:
                 verdicts.append((case.owner, why))
             elif able:
                 given[index] = able[index % len(able)]
