@@ -264,13 +264,27 @@ def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
     assert members(leader) == "abde"
 
 
-def test_whoever_has_booked_what_several_had_booked_goes_without_the_owner() -> None:
+def at_odds() -> LeaderRig:
+    """Microbatches 1 and 2, of b and c, are in the books of e, and of a or c."""
     leader = a_run("bcdef")
     leader.heartbeat("a", (0, 1))
     leader.heartbeat("c", (2,))
     leader.heartbeat("e", (1, 2))
     leader.heartbeat("b", (0, 1, 2))
+    return leader
+
+
+def test_whoever_has_booked_what_several_had_booked_is_judged_by_an_owner_that_is_none_of_them() -> None:
+    """Two liars that call missing what they have booked are at odds with the honest one, and not with one another."""
+    leader = at_odds()
     leader.wait(1.0, alive=tuple("bcdef"))
+    leader.hear("b", Booker(0, 0, 1, 0, peer="e"))
+    assert members(leader) == "bcdef" or leader.machine.resigns
+
+
+def test_whoever_has_booked_what_several_had_booked_goes_where_the_owner_does_not_say() -> None:
+    leader = at_odds()
+    leader.wait((OWNER_BEATS + 2) * BEAT_S, alive=tuple("bcdef"))
     assert "e" not in members(leader) and "e booked what a and c had booked" in leader.reasons
     assert members(leader) == "abcdf"
 
