@@ -848,7 +848,8 @@ class RoundWaits(Wire, frozen=True):
 
 class BookerRequest(Wire, frozen=True):
     """Leader to owner: whose gradient of your microbatch did you get at that stage? Either two say that they have booked it, or nobody
-    does, and nothing is booked any more. Answer: Booker."""
+    does, and nothing is booked any more. To the server for which an owner waits: have you got it, and for whom do you wait? Answer:
+    Booker."""
 
     epoch: Count
     step: Count
@@ -857,7 +858,9 @@ class BookerRequest(Wire, frozen=True):
 
 
 class Booker(Wire, frozen=True):
-    """`peer` is empty while none has answered; then `at` is who I wait for. `slow`: how many were late with this hop, that one too."""
+    """`peer` is empty while none has answered; then `at` is who I wait for. `slow`: how many were late with this hop, that one too. Of a
+    server: `peer` is its own name if it has booked the microbatch; `at` is who does not give it a tensor, its own name if it lacks
+    none, empty if it has not got the hop."""
 
     epoch: Count
     step: Count

@@ -211,10 +211,12 @@ class Leader:
         slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
         commands = evidence.stalls.ask(view, ledger, slowest_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        for verdict in verdicts:
+        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, facts.received_at, now)
+        evidence.reassigning = jam.moves | evidence.reassigning
+        for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)
         facts.changed |= bool(evidence.reassigning)
-        return commands
+        return commands + jam.commands
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         facts, ledger = self.facts, self.facts.ledger(view.step)

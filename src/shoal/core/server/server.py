@@ -16,6 +16,7 @@ from shoal.core.messages import (
     AuditRequest,
     Backward,
     BlobRef,
+    BookerRequest,
     Booking,
     BooksRequest,
     BoundaryTensor,
@@ -341,6 +342,10 @@ class Server:
             case _:
                 commands = []
         return commands + drop(names)
+
+    def on_who_booked(self, peer: Peer, asked: BookerRequest) -> list[Command]:
+        """The leader wonders what a hop that an owner waits for here waits for."""
+        return self._hops.on_who_booked(peer, asked)
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""

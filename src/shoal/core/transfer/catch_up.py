@@ -112,11 +112,10 @@ class CatchUp:
             and len(blobs) == 1
             and not fault
         )
-        if not wanted or key is None:
+        if not wanted:
             return drop(blobs)
         received = self._received.setdefault(message.step, RoundSums(message.round))
-        known = self._commits.get(message.step)
-        if message.round < received.round or (known is not None and known[0].round_of(key[1]) != message.round):
+        if message.round < received.round or self._of_another_round(message):
             return drop(blobs)
         commands: list[Command] = []
         if message.round > received.round:
@@ -126,6 +125,11 @@ class CatchUp:
             return commands + drop(blobs)
         received.sums[message.chunk] = peer, blobs[0]
         return commands
+
+    def _of_another_round(self, message: GatherChunk) -> bool:
+        """Its step was committed with another exchange of my stage."""
+        known = self._commits.get(message.step)
+        return known is not None and self._key is not None and known[0].round_of(self._key[1]) != message.round
 
     def go_on(self) -> list[Command]:
         """Apply the next step that was committed meanwhile, if the version before it and all of its sums are here."""

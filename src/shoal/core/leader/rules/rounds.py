@@ -104,8 +104,8 @@ def _alike(view: View, facts: Facts) -> list[Member]:
 
 
 def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> DoubleBooking | None:
-    """Two members report that they have booked one microbatch: its owner knows whose gradient it got. A member at odds with several is
-    convicted without an owner's word; if no owner answers, the one with fewer bookings is, so that less is redone."""
+    """Two members report that they have booked one microbatch: its owner knows whose gradient it got, and is asked where it is neither of
+    the two. Without its word a member at odds with several is convicted, or the one with fewer bookings, so that less is redone."""
     ledger = facts.ledger(view.step)
     doubled = ledger.doubled(view.members)
     if not doubled:
@@ -115,13 +115,15 @@ def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> 
         odds.setdefault(one.one, set()).add(one.two)
         odds.setdefault(one.two, set()).add(one.one)
     worst = max(odds, key=lambda peer: len(odds[peer]))
-    if len(odds[worst]) > 1:
-        return DoubleBooking(verdict=(worst, f"booked what {' and '.join(sorted(odds[worst]))} had booked"))
-    first, asked = doubled[0], facts.rounds.asked_owner
+    others = (one for one in doubled if owner_of(view, one.index) not in (one.one, one.two))
+    several, apart, asked = len(odds[worst]) > 1, next(others, None), facts.rounds.asked_owner
+    first = apart or doubled[0]
     waited = now - asked[1] if asked is not None and asked[0] == first else 0.0
     owner = owner_of(view, first.index) if view.work == view.step else None
-    if owner is not None and waited <= OWNER_BEATS * settings.heartbeat_s:
+    if owner is not None and (apart or not several) and waited <= OWNER_BEATS * settings.heartbeat_s:
         return DoubleBooking(first=first, owner=owner)
+    if several:
+        return DoubleBooking((worst, f"booked what {' and '.join(sorted(odds[worst]))} had booked"), first)
     fewer = min((first.two, first.one), key=lambda peer: (peer == facts.name, len(ledger.books[peer])))
     other = first.one if fewer == first.two else first.two
     return DoubleBooking((fewer, f"booked microbatch {first.index}, which {other} had booked"), first)
