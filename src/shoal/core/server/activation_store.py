@@ -190,7 +190,7 @@ class ActivationStore:
         """Who is to give what a hop lacks: whoever was asked, else whoever made it; '' if it lacks nothing."""
         for key in needed:
             want = self._wants.get(key)
-            if want is not None and key not in self._held:
+            if want is not None and key not in self.held:
                 asked = (want.turns[0], *want.sources)
                 return next((peer for peer in asked if peer != self._name), self._name)
         return ""

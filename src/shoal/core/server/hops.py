@@ -375,9 +375,8 @@ class Hops:
         return commands + self._room(force=True), True
 
     def _room(self, force: bool) -> list[Command]:
-        booked = self._booked
-        dropped = self.store.make_room(self._used(), booked, force)
-        return self.audits.before_drop(dropped, booked) + drop(tuple(held.blob for held in dropped.values()))
+        dropped = self.store.make_room(self._used(), self._booked, force)
+        return self.audits.before_drop(dropped, self._booked) + drop(tuple(held.blob for held in dropped.values()))
 
     def _used(self) -> dict[Key, None]:
         running = [self._running.message] if self._running is not None else []
