@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.leader.evictions import DIFFERS, TIES, Conduct
-from shoal.core.leader.rules.parting import part
+from shoal.core.leader.rules.moves import part
 from shoal.core.messages import Member, Phase, View
 
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1), Member("d", 1), Member("e", 2), Member("f", 2, since=3))

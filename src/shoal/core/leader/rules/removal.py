@@ -16,8 +16,7 @@ from shoal.core.leader.membership import inherit, moving, owners_of
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.lines import too_narrow
-from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
-from shoal.core.leader.rules.parting import part
+from shoal.core.leader.rules.moves import fleet, left_s, part, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
