@@ -26,7 +26,9 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
-from shoal.core.messages import Apply, View
+from shoal.core.leader.undo import decision, unchecked
+from shoal.core.leader.undo.unchecked import tracked
+from shoal.core.messages import Apply, Undoing, View
 from shoal.core.server import server
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
@@ -291,6 +293,27 @@ def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
     patch.setattr(commit, "by_norm_of", lambda current, peers: {"": peers})
 
 
+def goes_back_to_the_newest_checkpoint(patch: Patch) -> None:
+    """However young it is."""
+
+    def since_now(after: View, *given: Any) -> Undoing:
+        known = tracked(after, *given)
+        late = tuple(msgspec.structs.replace(one, since=max(known.saves, default=0)) for one in known.unchecked)
+        return msgspec.structs.replace(known, unchecked=late)
+
+    patch.setattr(removal, "tracked", since_now)
+
+
+def undoes_whatever_it_costs(patch: Patch) -> None:
+    patch.setattr(decision, "most", lambda *_: 10**9)
+
+
+def forgets_who_has_left(patch: Patch) -> None:
+    patch.setattr(unchecked, "KEPT", 0)
+    patch.setattr(unchecked, "key_of", lambda peer: peer)
+    patch.setattr(decision, "key_of", lambda peer: peer)
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (23, 50)),
     (forgets_a_waiting_microbatch, ROUNDS, (19, 22)),
@@ -312,6 +335,11 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (counts_the_tokens_of_one_replica, COUNTED, (0,)),
     (applies_without_the_scale, COUNTED, (0,)),
     (catches_up_without_the_scale, COUNTED, (0,)),
+]
+UNDOING: list[tuple[Callable[[pytest.MonkeyPatch], None], tuple[int, ...]]] = [
+    (goes_back_to_the_newest_checkpoint, ()),
+    (undoes_whatever_it_costs, ()),
+    (forgets_who_has_left, ()),
 ]
 
 
@@ -348,6 +376,20 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
             violation = caught(seed)
         if violation:
             assert not caught(seed)
+            return
+    pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
+
+
+@pytest.mark.parametrize(("mutant", "known"), UNDOING, ids=lambda one: getattr(one, "__name__", ""))
+def test_a_mutant_that_undoes_wrongly_is_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None], known: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (*known, *(seed for seed in range(SEEDS) if seed not in known)):
+        with monkeypatch.context() as patch:
+            mutant(patch)
+            caught = [one for one in Swarm(draw(SCENARIOS["undone"], seed)).run().violations if one.checker == "undone"]
+        if caught:
+            assert not Swarm(draw(SCENARIOS["undone"], seed)).run().violations
             return
     pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 26  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 27  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -150,6 +150,25 @@ class Evicted(Value, frozen=True):
     times: Count = 1
 
 
+class Unchecked(Value, frozen=True):
+    """The parameters hold contributions of that key to step `since`, or to later ones, that no check has passed."""
+
+    key: Nobody
+    since: Count
+
+
+class Undoing(Value, frozen=True):
+    """What would be undone if a peer were evicted for false values (core/leader/undo), and what was undone so far in this session."""
+
+    unchecked: Annotated[tuple[Unchecked, ...], msgspec.Meta(max_length=1 << 14)] = ()
+    saves: Annotated[
+        tuple[Count, ...], msgspec.Meta(max_length=1 << 10)
+    ] = ()  # versions of the checkpoints that are kept, ascending
+    times: Count = 0  # that the run went back for it
+    steps: Count = 0  # committed ones that were undone
+    epoch: Count = 0  # the newest one that began so
+
+
 class Continued(Value, frozen=True):
     """An epoch goes on with states of the epoch before, but for these stages, which are made from their neighbours first. Books of
     the epoch before are void."""
@@ -194,6 +213,7 @@ class View(Value, frozen=True):
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
     founder: Nobody = ""  # invite id of the peer that founded the run: one of its peers has the casting vote
     heldout: HeldOut | None = None
+    undoing: Undoing | None = None  # of a run whose settings undo what evicted peers contributed
 
     @property
     def started(self) -> bool:
@@ -1409,11 +1429,12 @@ class Reset(TaskBase, frozen=True):
 
 
 class Init(TaskBase, frozen=True):
-    """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step.
-    Result: digest, length."""
+    """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step. Checkpoints of later
+    versions that epochs before `void_before` wrote are deleted first: they are undone. Result: digest, length."""
 
     stage: int
     step: int
+    void_before: int = 0
 
 
 class Export(TaskBase, frozen=True):
@@ -1470,13 +1491,15 @@ class RunSave(TaskBase, frozen=True):
 
 
 class RunPublish(TaskBase, frozen=True):
-    """Write index and configuration, and make the checkpoint of `step` visible at once. Result: record = its path."""
+    """Write index and configuration, and make the checkpoint of `step` visible at once. Those of later versions and older epochs than
+    `epoch` were undone, and are deleted. Result: record = its path."""
 
     lane = "write"
     step: int
     records: tuple[str, ...]
     copies: tuple[tuple[str, ...], ...] = ()
     best: int = 0  # the step whose checkpoint stays, however old; 0: none
+    epoch: int = 0
 
 
 class OfferShard(TaskBase, frozen=True):
@@ -1570,6 +1593,7 @@ class Settings(msgspec.Struct, frozen=True):
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
     copies: int = 1  # of each shard of a checkpoint, in as many places, where there are so many
+    keep: int = 3  # checkpoints
     place: str = ""  # where this peer writes checkpoints
     heartbeat_s: float = 0.5
     heartbeat_timeout_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
@@ -1597,6 +1621,7 @@ class Settings(msgspec.Struct, frozen=True):
     averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
     spot_checks: float = 0.0  # share of a new peer's hops that another replica computes again; 0: none
     spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ
+    undo: str = "none"  # what a peer contributed that is evicted for false values: none | checkpoint, if checks of values are on
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none
@@ -1608,6 +1633,11 @@ class Settings(msgspec.Struct, frozen=True):
     heldout_tokens: int = 0  # of one of them
     save_measured: bool = False  # a checkpoint of each version that is measured; the best one is kept
     patience: int = 0  # measurements without a better one after which the run ends; 0: it goes on
+
+    @property
+    def checks_values(self) -> bool:
+        """Somebody recomputes what others send, so that values can be found false that were believed before."""
+        return self.spot_checks > 0.0
 
     def heldout_at(self, step: int) -> int:
         """Held-out microbatches of that step, the last one's parameters included. Their indices follow those that are trained on."""

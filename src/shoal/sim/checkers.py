@@ -14,6 +14,8 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import ended, misplaced, transition
+from shoal.core.leader.undo.decision import FEW, INTERVALS, MOST
+from shoal.core.names import key_of
 from shoal.sim.leavers import Leavers
 from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
@@ -105,6 +107,7 @@ class Watch:
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self.commits = Commits(self, settings.first_step)
         self.durability = Durability(self)
+        self.undone = Undone(self)
         self.leavers = Leavers(now, self.report)
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
@@ -159,6 +162,7 @@ class Watch:
         if self.newest is None or view.number > self.newest.number:
             self.leavers.agreed(self.newest, view)
             self.newest = view
+        self.undone.agreed(peer, before, view)
         if view.last is not None and (before is None or before.last != view.last):
             self.commits.add(peer, self._now(), view, view.last)
             if before is not None:
@@ -347,6 +351,42 @@ class Commits:
         if version != wanted:
             text = f"step {step}, stage {stage} was computed with version {version}, not {wanted}"
             self.watch.report(peer, "staleness", text)
+
+
+class Undone:
+    """Whoever is evicted for false values has contributed to no step that is left when the run has gone back for it. How often, and by how
+    many steps, is bounded. No check of this simulation passes what a peer contributed before it, so that all of it is unchecked."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._steps: dict[str, set[int]] = {}  # by key, of the history that the parameters hold
+        self.times = 0  # gone back
+
+    def agreed(self, peer: m.Peer, before: m.View | None, view: m.View) -> None:
+        new = view.undoing or m.Undoing()
+        if before is None or view.epoch > before.epoch:
+            self._steps = {key: {one for one in steps if one < view.step} for key, steps in self._steps.items()}
+        if before is not None and new.times > (before.undoing or m.Undoing()).times:
+            self.times += 1
+            self._went_back(peer, before, view)
+        last = view.last
+        for share in [share for group in last.groups for share in group] if last is not None else ():
+            if share.indices and last is not None and last.step < view.step:
+                self._steps.setdefault(key_of(share.peer), set()).add(last.step)
+
+    def _went_back(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        left = {one.peer for one in view.members + view.joining}
+        convicted = [one.peer for one in before.members if one.peer not in left and f"what {one.peer} " in view.reason]
+        for one in convicted:
+            if kept := self._steps.get(key_of(one)):
+                text = (
+                    f"view {view.number} goes back to step {view.step} for {one}, which contributed to {sorted(kept)}"
+                )
+                self.watch.report(peer, "undone", text)
+        settings, new = self.watch.settings, view.undoing or m.Undoing()
+        trained = before.step - settings.first_step + new.steps
+        if new.steps > max(FEW, INTERVALS * settings.save_every, MOST * trained):
+            self.watch.report(peer, "undone", f"{new.steps} steps of {trained} are undone for evictions")
 
 
 class Durability:

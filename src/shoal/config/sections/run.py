@@ -84,6 +84,13 @@ class Run(Section, frozen=True):
             description="The run waits this long for a lost replica to return before it does what run.lost_stage says.",
         ),
     ] = 5.0
+    undo: Annotated[
+        Literal["checkpoint", "none"],
+        Meta(
+            description="A peer that is evicted for false values, where checks are on: the run goes back to the newest checkpoint without"
+            " what it contributed since its last passed check, within bounds; or what it contributed stays."
+        ),
+    ] = "checkpoint"
     spot_checks: Annotated[
         float,
         Meta(

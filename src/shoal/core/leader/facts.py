@@ -7,27 +7,24 @@ survive the leader: what must not be forgotten is in the View, and a new leader 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from shoal.core.allreduce.checked import WrongSums
 from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
-from shoal.core.leader.answers import unfit
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
-from shoal.core.leader.evictions import Conduct, Dispute, Misfit, Verdict
+from shoal.core.leader.evictions import Dispute, Misfit, Verdict
+from shoal.core.leader.evidence import Evidence
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.progress import Progress
-from shoal.core.leader.requests import Requests
+from shoal.core.leader.requests import Requests, unfit
 from shoal.core.leader.saving import Saving
-from shoal.core.leader.stalls import Stalls, Takeovers
+from shoal.core.leader.stalls import Takeovers
 from shoal.core.messages import (
     Booker,
     Command,
     Complaint,
     Heartbeat,
-    Index,
     Join,
     JoinRefused,
     Leave,
@@ -53,33 +50,7 @@ JOINS = 256  # requests to join that are kept; a peer that is not among them rep
 NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
-OF_WORK = ("work", "epoch", "since", "started")  # of a view: what is computed under it
 Finding = Dispute | Misfit | Takeovers | WrongSums  # of a check (rules/order.py)
-
-
-class Evidence:
-    """What is held against whom, and who is to be removed or to download its state again, with the reason."""
-
-    def __init__(self, name: Peer, settings: Settings) -> None:
-        self.conduct = Conduct()
-        self.progress = Progress(name, settings)
-        self.stalls = Stalls(settings)
-        self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
-        self.takeovers: Takeovers | None = None  # who it is to be
-        self.guilty: dict[Peer, str] = {}  # to be evicted
-        self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
-        self.stale: dict[Peer, str] = {}  # members that must download their state again
-        self.resigns = ""  # why this peer should not lead
-        # Of what is computed now, by step, stage and microbatch: by the replica's key.
-        self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}
-
-    def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
-        self.progress.on_view(before, view, now)
-        self.conduct.keep(present, (one.key for one in view.evicted))
-        if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
-            self.stalls.on_step(now, first=before is None)
-        self.stalls.on_view(view)
-        self.reassigning, self.takeovers = {}, None
 
 
 class Facts:
@@ -373,7 +344,7 @@ class Facts:
         if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
             return
         if complaint.kind == "differs":
-            return self.convict(self.evidence.conduct.recomputed(peer, complaint, self.serving))
+            return self.convict(self.evidence.conduct.recomputed(peer, complaint, self.serving), false=True)
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:
@@ -438,8 +409,8 @@ class Facts:
 
     # ---------------------------------------------------------------------------------------------------- verdicts
 
-    def convict(self, verdict: Verdict | None) -> None:
-        """A leader cannot evict itself: it lets another lead, which judges anew."""
+    def convict(self, verdict: Verdict | None, *, false: bool = False) -> None:
+        """A leader cannot evict itself: it lets another lead, which judges anew. `false`: for values that it sent, which were believed."""
         if verdict is None:
             return
         peer, why = verdict
@@ -447,7 +418,12 @@ class Facts:
             self.evidence.resigns = why
         elif peer in self.present:
             self.evidence.guilty[peer] = why
+            self.evidence.values.false |= {peer} if false else set()
             self.changed = True
+
+    def passes(self, peer: Peer, step: int) -> None:
+        """A check of what that peer contributed to `step` has passed."""
+        self.evidence.values.passes(peer, step)
 
     def note(self, finding: Finding, now: float) -> None:
         """What a check has found."""
@@ -463,7 +439,7 @@ class Facts:
                 words = finding.words  # each of one peer about another, which nobody else can judge
                 verdicts = [self.evidence.conduct.accuse(by, owner, why, 1) for by, owner, why in words]
                 for one in (*finding.guilty, *verdicts):
-                    self.convict(one)
+                    self.convict(one, false=True)
                 self.rounds.retry(self.settings, now)
             case Dispute(retry=False):
                 self._on_differing(finding)

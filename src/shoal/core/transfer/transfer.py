@@ -176,7 +176,8 @@ class StateTransfer:
         assert view is not None and target is not None
         self.downloader.wait(now)
         if view.step == self._settings.first_step or not (view.started or view.kept):
-            return self._start(Init(id=self._id(), stage=target.stage, step=view.step))
+            undone = view.epoch if view.undoing is not None and view.undoing.epoch == view.epoch else 0
+            return self._start(Init(self._id(), target.stage, view.step, void_before=undone))
         return self.downloader.request(view, self._server.since)
 
     def _repaired(self, commands: list[Command], now: float) -> list[Command]:

@@ -312,6 +312,17 @@ def _short(step: CommittedStep, counts: tuple[int, int, int]) -> CommittedStep:
     return msgspec.structs.replace(step, commit=commit, tally=Tally(*counts, _digest(step.commit)))
 
 
+def gone_back_s(steps: Iterable[CommittedStep], began_s: float) -> float:
+    """Seconds that going back to checkpoints has cost: from a step's commit until the next one was committed for good, after an epoch in
+    between had been given up. `began_s`: when the first step was committed, which counts where that was given up, too."""
+    lost_s, before = 0.0, None
+    for step in steps:
+        if step.epoch > (before.epoch if before is not None else 0):
+            lost_s += max(0.0, step.heard_s - (before.heard_s if before is not None else began_s))
+        before = step
+    return lost_s
+
+
 def base_of(steps: tuple[CommittedStep, ...]) -> Base:
     """The base of a run that continues a valid history, in order."""
     return Base(steps[-1].account, steps[-1].recovered) if steps else Base()

@@ -422,13 +422,20 @@ class TaskRunner:
             raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
         if isinstance(task, (Import, Blend)):
             self._download.load(executor, task)
-        elif task.step:
-            if self._store is None:
-                raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
-            executor.load_state(self._store.load(task.step, executor.state()))
+        elif task.step or task.void_before:
+            self._begin_with(task, executor)
         executor.zero(task.step)
         self._seat = Seat(executor, task.stage, task.step)
         return Result(digest=executor.digest(), length=executor.length)
+
+    def _begin_with(self, task: Init, executor: Executor) -> None:
+        """The state of that version, from a checkpoint but for version 0."""
+        if self._store is not None and task.void_before:
+            self._store.delete_undone(task.step, task.void_before)
+        if task.step:
+            if self._store is None:
+                raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
+            executor.load_state(self._store.load(task.step, executor.state()))
 
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
@@ -467,8 +474,9 @@ class TaskRunner:
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._place()
-        path = store.publish(task.step, task.records, self._about, task.copies)
+        path = store.publish(task.step, task.records, self._about, task.copies, task.epoch)
         try:
+            store.delete_undone(task.step, task.epoch)
             store.prune(self._config.checkpoint.keep, task.best)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)

@@ -131,6 +131,23 @@ SCENARIOS = {
             happenings=Happenings(kills=2, restarts=3, leaves=2, joiners=3, pauses=2, one_ways=2, halves=1, liars=1),
             strikes=Strikes(rows=2, tellings=2),
         ),
+        Scenario(  # a liar is evicted, what it contributed undone, and others fail meanwhile
+            name="undone",
+            strangers=(1, 2),
+            acts=("member/wrong",),
+            spot_checks=(0.1,),
+            peers=(7, 12),
+            stages=(1, 3),
+            steps=(12, 20),
+            step_s=1.5,
+            save_every=(1, 5),
+            messages=Messages(drop=0.01, delay=0.01),
+            happenings=Happenings(kills=1, restarts=1, joiners=2, losses=1),
+            damages=True,
+            strikes=Strikes(leading=2, saving=1, downloading=1),
+            progress_s=180.0,
+            finish_s=900.0,
+        ),
         Scenario(
             name="strangers",
             strangers=(1, 3),
@@ -235,7 +252,12 @@ LONG = (  # hours of machines that come and go: what only shows after hundreds o
     ),
 )  # fmt: skip
 SCENARIOS |= {scenario.name: scenario for scenario in (*FAULTS, *LONG)}
-CHECKED: dict[str, Any] = {"stages": (2, 3), "steps": (50, 60), "spot_checks": (0.1,)}  # else it is not found out
+CHECKED: dict[str, Any] = {
+    "stages": (2, 3),
+    "steps": (50, 60),
+    "spot_checks": (0.1,),
+    "finish_s": 1500.0,
+}  # else it is not found out
 HOSTILE = tuple(  # strangers/member/mute: one hostile peer that does only that
     msgspec.structs.replace(
         SCENARIOS["strangers"],
@@ -274,6 +296,7 @@ def suite(name: str) -> tuple[Scenario, ...]:
                 "large_group",
                 "unlike_lines",
                 "strangers",
+                "undone",
             )
         ),
         *LONG,

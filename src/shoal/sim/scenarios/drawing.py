@@ -55,6 +55,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         activation_store_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
         tokens=scenario.tokens,
+        undo="checkpoint",
         spot_checks=Random(f"{scenario.name}/{seed}/spots").choice(scenario.spot_checks),
     )
     disks = Random(f"{scenario.name}/{seed}/places")

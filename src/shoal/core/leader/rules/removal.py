@@ -1,5 +1,5 @@
 """The view without members that are silent, convicted (evictions.py), hold a wrong state, or leave and cannot wait for the step's end;
-others take over their work."""
+others take over their work. Where what the convicted contributed is undone (leader/undo), all go back to a checkpoint in the same view."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.recovery import gone_back
+from shoal.core.leader.undo.decision import Decision, decide
+from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
@@ -36,6 +39,11 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     evicted = _evicted(view, facts, settings, now)
     leaving = _leaving(view, evicted, facts, settings, now)
     evicted |= leaving
+    false = [peer for peer in evicted if peer in facts.evidence.values.false]
+    known = tracked(view, facts.evidence.values.passed, max(view.saved, facts.saving.published), settings)
+    undo = decide(view, false, known, facts.history.step_s, settings)
+    if undo.back_to is not None:
+        return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
     stale = facts.evidence.stale
     again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
     members, joining = _left(view, evicted, again)
@@ -44,7 +52,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     if not (evicted or again or moves):
         return None
     members, joining = moving(members, joining, moves)
-    reasons = _reasons(evicted, again, moves)
+    reasons = [*_reasons(evicted, again, moves), *([undo.words] if undo.words else [])]
     void = {*evicted, *again, *(move.peer for move in moves)}  # peers whose books are void
     changes = {
         "members": members,
@@ -59,6 +67,30 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         changes["owners"] = owners_of(members, settings.count(view.step)) if members else ()
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
+
+
+def _undone(
+    view: View,
+    evicted: dict[Peer, str],
+    leaving: Container[Peer],
+    undo: Decision,
+    back_to: int,
+    facts: Facts,
+    settings: Settings,
+) -> View:
+    """Without the evicted, and with it what they contributed: all go back to a checkpoint."""
+    members, joining = _left(view, evicted, ())
+    return gone_back(
+        view,
+        back_to,
+        "; ".join([*_reasons(evicted, {}, ()), undo.words]),
+        settings,
+        members=members,
+        joining=joining,
+        account=_account(view, (), [peer for peer in evicted if peer not in leaving], facts),
+        evicted=evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty]),
+        undoing=undo.undoing,
+    )
 
 
 def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
