@@ -105,6 +105,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         copies=config.checkpoint.copies,
         keep=config.checkpoint.keep,
         undo=run.undo,
+        probation=run.probation,
         heartbeat_s=run.heartbeat_s,
         heartbeat_timeout_s=run.heartbeat_timeout_s,
         min_request_timeout_s=run.min_request_timeout_s,

@@ -150,6 +150,13 @@ class Evicted(Value, frozen=True):
     times: Count = 1
 
 
+class Newcomer(Value, frozen=True):
+    """A key on probation (Settings.probation): it is a member since that step, and did not come by the founder's invite."""
+
+    key: Nobody
+    since: Count
+
+
 class Unchecked(Value, frozen=True):
     """The parameters hold contributions of that key to step `since`, or to later ones, that no check has passed."""
 
@@ -213,6 +220,7 @@ class View(Value, frozen=True):
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
     founder: Nobody = ""  # invite id of the peer that founded the run: one of its peers has the casting vote
     heldout: HeldOut | None = None
+    newcomers: Annotated[tuple[Newcomer, ...], msgspec.Meta(max_length=1 << 14)] = ()
     undoing: Undoing | None = None  # of a run whose settings undo what evicted peers contributed
 
     @property
@@ -1621,6 +1629,9 @@ class Settings(msgspec.Struct, frozen=True):
     averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
     spot_checks: float = 0.0  # share of a new peer's hops that another replica computes again; 0: none
     spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ
+    probation: int = (
+        0  # steps in which new keys together serve a third of the microbatches at most, where others can; 0: none
+    )
     undo: str = "none"  # what a peer contributed that is evicted for false values: none | checkpoint, if checks of values are on
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone

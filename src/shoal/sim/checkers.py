@@ -168,6 +168,10 @@ class Watch:
             if before is not None:
                 self._unfenced(peer, before, view.last)
 
+    def views(self) -> list[m.View]:
+        """All that were agreed, in order."""
+        return [self._views[number] for number in sorted(self._views)]
+
     def _whole(self, peer: m.Peer, view: m.View) -> None:
         names = [member.peer for member in view.members]
         if len(set(names)) != len(names):

@@ -91,6 +91,15 @@ class Run(Section, frozen=True):
             " what it contributed since its last passed check, within bounds; or what it contributed stays."
         ),
     ] = "checkpoint"
+    probation: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10**6,
+            description="New keys are on probation for this many steps: together they get a third of a stage's microbatches at most, where"
+            " others serve it, and own none. The founder's own and whoever is there at the start are exempt; 0: nobody is.",
+        ),
+    ] = 16
     spot_checks: Annotated[
         float,
         Meta(

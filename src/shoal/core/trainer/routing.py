@@ -18,7 +18,7 @@ What to send is microbatch.py's business, attempts are trainer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
 from math import gcd
 from typing import Protocol
@@ -27,6 +27,7 @@ import msgspec
 
 from shoal.core.latency import Latency, Usual
 from shoal.core.messages import Index, Member, Peer, Settings, Stage
+from shoal.core.names import THIRD, key_of
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
@@ -122,20 +123,37 @@ class Wiring:
         """The same for deadlines: a peer is not slow only because its whole stage is loaded."""
         return min(max(self.estimate(replica), self.usual.value), FAR * self.usual.value)
 
-    def choose(self, now: float, avoid: str, load: Load, turn: Replica | None = None) -> tuple[Replica, str] | None:
+    def choose(
+        self,
+        now: float,
+        avoid: str,
+        load: Load,
+        turn: Replica | None = None,
+        barred: frozenset[Peer] = frozenset(),
+    ) -> tuple[Replica, str] | None:
         """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
-        other is ready. `turn`: ready, and chosen unless another is expected to answer much sooner."""
+        other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: ready, and chosen unless
+        another is expected to answer much sooner."""
         self._settle(now)
+        if (
+            barred
+            and self._only(barred, avoid)
+            and any(one.serial == at and one.peer not in barred for _, at, one in self._busy)
+        ):
+            return None
         if not self._ready:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
         candidates = []
         while self._ready:
             candidates.append(heappop(self._ready))
             peer = candidates[-1][3].peer
-            if peer != avoid and peer not in load:
+            if peer != avoid and peer not in load and peer not in barred:
                 break
             self._settle(now)
-        entry = min(candidates, key=lambda each: (each[3].peer == avoid, self._response_s(each[3], load), each[:3]))
+        entry = min(
+            candidates,
+            key=lambda each: (each[3].peer == avoid, each[3].peer in barred, self._response_s(each[3], load), each[:3]),
+        )
         if turn is not None and TURN * self._response_s(turn, load) <= self._response_s(entry[3], load):
             for other in candidates:
                 heappush(self._ready, other)
@@ -147,6 +165,11 @@ class Wiring:
         self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "expected to answer first"
+
+    def _only(self, barred: frozenset[Peer], avoid: str) -> bool:
+        """No other replica is ready."""
+        ready = (one.peer for _, _, at, one in self._ready if one.serial == at)
+        return not any(peer not in barred and peer != avoid for peer in ready)
 
     def _response_s(self, replica: Replica, load: Load) -> float:
         """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
@@ -190,13 +213,20 @@ class Routes:
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
         # By stage, in the same order at every trainer
         self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]
+        # Peers with new keys, at stages where others serve, too
+        self._new: list[frozenset[Peer]] = [frozenset()] * settings.stages
         self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
 
-    def on_view(self, members: tuple[Member, ...], now: float) -> None:
+    def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
+        """`new_keys`: those on probation, which get every THIRD microbatch of a stage at most, while another replica does not fail."""
         stage_of = {member.peer: member.stage for member in members}
         self._turns = [[] for _ in self._turns]
         for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
             self._turns[member.stage].append(member.peer)
+        new = (frozenset(peer for peer in turns if new_keys and key_of(peer) in new_keys) for turns in self._turns)
+        self._new = [
+            some if len(some) < len(turns) else frozenset() for some, turns in zip(new, self._turns, strict=True)
+        ]
         self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
@@ -228,13 +258,16 @@ class Routes:
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
+        barred = self._new[stage] if index is not None and index % THIRD else frozenset[Peer]()
         why = self._skip_reason(stage, planned, now, avoid) if planned else ""
+        why = why or ("its key is new" if planned in barred else "")
         if planned and not why:
             replica = self._at[planned][1]
             wiring.take(replica)
             replica.virtual += size * wiring.estimate(replica)
             return planned, "as planned"
-        chosen = wiring.choose(now, avoid, load, self._turn(stage, index, now, avoid) if index is not None else None)
+        turn = self._turn(stage, index, now, avoid) if index is not None else None
+        chosen = wiring.choose(now, avoid, load, turn, barred)
         if chosen is None:
             return None
         replica, reason = chosen
@@ -248,10 +281,14 @@ class Routes:
 
     def _turn(self, stage: Stage, index: Index, now: float, avoid: str) -> Replica | None:
         """Whose turn it is with that microbatch. None: it is not in good standing."""
-        turns = self._turns[stage]
+        turns, new = self._turns[stage], self._new[stage]
         if not turns:
             return None
-        peer = turns[(index + self._shifts[stage] * (index // len(self._at))) % len(turns)]
+        at = index + self._shifts[stage] * (index // len(self._at))
+        if new:  # those have their even share of all, as far as it is a third
+            theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * len(new)
+            turns, at = [peer for peer in turns if (peer in new) == theirs], at // THIRD if theirs else at
+        peer = turns[at % len(turns)]
         replica = self._at[peer][1]
         ready = not replica.level and replica.busy_until <= now and not replica.late
         return replica if ready and peer != avoid else None

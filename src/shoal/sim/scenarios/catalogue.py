@@ -131,6 +131,18 @@ SCENARIOS = {
             happenings=Happenings(kills=2, restarts=3, leaves=2, joiners=3, pauses=2, one_ways=2, halves=1, liars=1),
             strikes=Strikes(rows=2, tellings=2),
         ),
+        Scenario(  # three that come by one invite want to serve a stage
+            name="sybils",
+            peers=(3, 6),
+            stages=(1, 2),
+            steps=(14, 18),
+            step_s=2.0,
+            microbatches=(12, 24),
+            probation=8,
+            staleness=0,
+            happenings=Happenings(joiners=3),
+            sure=True,
+        ),
         Scenario(  # a liar is evicted, what it contributed undone, and others fail meanwhile
             name="undone",
             strangers=(1, 2),

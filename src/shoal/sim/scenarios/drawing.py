@@ -56,6 +56,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
         tokens=scenario.tokens,
         undo="checkpoint",
+        probation=scenario.probation,
         spot_checks=Random(f"{scenario.name}/{seed}/spots").choice(scenario.spot_checks),
     )
     disks = Random(f"{scenario.name}/{seed}/places")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import counting, owners_of
+from shoal.core.leader.membership import counting, on_probation, owned
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.start import complete
 from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
@@ -58,7 +58,7 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
         view,
         [f"{words}: step {view.step} begins again"],
         members=members,
-        owners=owners_of(members, settings.count(view.step)),
+        owners=owned(members, settings.count(view.step), (), on_probation(view), settings),
         epoch=view.epoch + 1,
         phase=Phase.SAVING if view.phase is Phase.SAVING else Phase.TRAINING,
         continued=Continued(),

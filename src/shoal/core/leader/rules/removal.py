@@ -12,7 +12,7 @@ import msgspec
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.evictions import evicting
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import inherit, moving, owners_of
+from shoal.core.leader.membership import inherit, moving, on_probation, owned
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
@@ -64,7 +64,9 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     }
     if opens_again(view, void, facts):
         changes |= overlap.opened_again(view)
-        changes["owners"] = owners_of(members, settings.count(view.step)) if members else ()
+        changes["owners"] = (
+            owned(members, settings.count(view.step), (), on_probation(view), settings) if members else ()
+        )
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
 
