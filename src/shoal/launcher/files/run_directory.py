@@ -14,11 +14,13 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.dashboard import plot
+from shoal.dashboard.leaderboard import Eviction
 from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher.files import rundir
 from shoal.launcher.files.output_files import OutputFiles
+from shoal.launcher.files.standing import EVICTIONS
 from shoal.runtime.records.account import CommittedStep
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
@@ -80,9 +82,16 @@ class RunDirectory:
         self._files.flush()
         self._log.flush(snapshot)
 
-    def write_lists(self, addresses: tuple[str, ...], peers: rundir.PeersFile, names: dict[str, Peer]) -> None:
-        """For joiners, for `shoal chaos`, and for commands that name peers. Only what has changed is written."""
-        for name, content in (("bootstrap.json", addresses), ("peers.json", peers), ("names.json", names)):
+    def write_lists(
+        self,
+        addresses: tuple[str, ...],
+        peers: rundir.PeersFile,
+        names: dict[str, Peer],
+        evictions: tuple[Eviction, ...] = (),
+    ) -> None:
+        """For joiners, for `shoal chaos`, for commands that name peers, and for `shoal leaderboard`. Only what has changed is written."""
+        lists = {"bootstrap.json": addresses, "peers.json": peers, "names.json": names, EVICTIONS: evictions}
+        for name, content in lists.items():
             if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
                 self._listed[name] = content
 

@@ -99,6 +99,7 @@ class RunMonitor:
         epoch = before.epoch if before is not None else 0
         step = self.books.agree(view, now)
         if self.books.view is view:
+            self.everyone.evicted(before, view)
             for words in self.everyone.leavers(before, view):
                 self.tell("left", words, now)
             self._unable = "" if view.saved > self.saved else self._unable
