@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.cli.test_watch import CONFIG, HISTORY, MICROBATCHES, a_watch
+from tests.runtime.test_proofs import AUTHORITY, PEERS, a_line, a_view
 
 from shoal import config as configuration
 from shoal.cli.main import main
 from shoal.core.messages import Evicted, Member
 from shoal.dashboard.leaderboard import Eviction, Leaderboard, as_csv, leaderboard
+from shoal.launcher.files.proofs import ProofFile
 from shoal.launcher.invites import Office, titles
-from shoal.runtime.records.account import CommittedStep, Credit, credits_of
+from shoal.runtime.records.account import CommitHistory, CommittedStep, Credit, credits_of
 from shoal.transport.identity.invite import Authority, read_invite
 
 CREDITS = [Credit("k1.inv1", 0, 30, 10, 60.0), Credit("k2.inv1", 1, 10, 10, 60.0), Credit("k3.inv2", 1, 20, 5, 30.0)]
@@ -108,3 +110,24 @@ def test_names_of_people_outlast_their_invites(tmp_path: Path) -> None:
 def test_credits_of_a_watch_are_of_the_later_epoch() -> None:
     credits, steps = credits_of(a_watch(*HISTORY).books.steps)
     assert steps == 2 and sum(one.microbatches for one in credits) == 2 * 2 * MICROBATCHES
+
+
+def test_verify_credits_only_what_is_signed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    views = [a_view(step) for step in range(3)]
+    books = CommitHistory(1, 3)
+    for view in views:
+        books.agree(view, float(view.step))
+    written(directory, books.steps)
+    for view in views[:2]:
+        ProofFile(directory, pytest.fail).add(a_line(view, PEERS))
+    assert main(["leaderboard", str(directory), "--json", "--by-key", "--verify", AUTHORITY.run]) == 0
+    said = capsys.readouterr()
+    board = msgspec.json.decode(said.out, type=Leaderboard)
+    assert {one.keys[0]: one.microbatches for one in board.contributors} == {one.key_id: 2 for one in PEERS}
+    assert "2 of 3 steps are proven by signatures of their voters; 0 lines prove nothing" in said.err
+    ProofFile(directory, pytest.fail).add(a_line(views[2], PEERS[:1]))
+    assert main(["leaderboard", str(directory), "--verify", AUTHORITY.run]) == 1
+    assert "1 valid signatures of 3 voters are no quorum" in capsys.readouterr().err
+    assert main(["leaderboard", str(directory), "--verify"]) != 0
+    assert "give --verify the run's id" in capsys.readouterr().err

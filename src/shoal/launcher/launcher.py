@@ -38,7 +38,7 @@ from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.samples import Samples
 from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
-from shoal.runtime.records.report import AnyLine, replace
+from shoal.runtime.records.report import AnyLine, Proven, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
 
@@ -350,6 +350,8 @@ class Launcher:
     # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
+        if isinstance(line, Proven):
+            return self._output.prove(line)
         step = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)

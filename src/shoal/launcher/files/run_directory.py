@@ -20,8 +20,10 @@ from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher.files import rundir
 from shoal.launcher.files.output_files import OutputFiles
+from shoal.launcher.files.proofs import ProofFile
 from shoal.launcher.files.standing import EVICTIONS
 from shoal.runtime.records.account import CommittedStep
+from shoal.runtime.records.report import Proven
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
 STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
@@ -67,6 +69,7 @@ class RunDirectory:
         self._claim, self._warn, self._log = claim, warn, log
         self._founding, self._identity = rundir.founding(path), rundir.identity(path)
         self._files = OutputFiles(path, warn)
+        self._proofs = ProofFile(path, warn)
         self._committed = 0  # since commits.jsonl was last written anew
         self._unmakeable = ""  # why it could not be made again, as last warned of
         self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
@@ -76,6 +79,9 @@ class RunDirectory:
         self._files.commit(step)
         self._committed += 1
         self._log.add(step)
+
+    def prove(self, line: Proven) -> None:
+        self._proofs.add(line)
 
     def write_status(self, snapshot: Snapshot, now: float) -> None:
         self._status.write(snapshot, now)

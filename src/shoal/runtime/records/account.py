@@ -352,6 +352,18 @@ def _credits(step: CommittedStep, before: CommittedStep | None) -> tuple[Credit,
     )
 
 
+def signed_only(steps: Iterable[CommittedStep], proven: Iterable[Committed]) -> list[CommittedStep]:
+    """Those of these steps whose commits are `proven`, with the groups of these: nothing of what a launcher wrote down is believed but
+    which commits stand."""
+    by_digest = {_digest(commit): commit for commit in proven}
+    signed = []
+    for step in steps:
+        commit = by_digest.get(step.tally.digest if step.tally is not None else _digest(step.commit))
+        if commit is not None:
+            signed.append(msgspec.structs.replace(step, commit=commit, tally=None, heard_s=0.0))
+    return signed
+
+
 def credits_of(steps: Iterable[CommittedStep]) -> tuple[list[Credit], int]:
     """Who contributed what to these steps, in order: one for each key and stage; and to how many steps that is known. Steps that were
     undone are in no history, and credited to nobody."""
