@@ -84,16 +84,16 @@ def test_without_a_commit_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_launcher_lists_whom_a_view_evicts_for_what_it_did_and_nobody_who_left() -> None:
     watch = a_watch(*HISTORY)
     view = HISTORY[-1]
-    gone = msgspec.structs.replace(
+    after = msgspec.structs.replace(
         view,
         number=6,
         members=(Member("a", 0), Member("c", 1)),
         evicted=(Evicted("b"),),
         reason="b its sums are not those of its parts; d leaves: maintenance; step 3 begins again",
     )
-    watch.everyone.evicted(view, gone)
+    watch.everyone.evicted(view, after)
     assert watch.everyone.evictions == [Eviction(2, 1, "b", "its sums are not those of its parts")]
-    watch.everyone.evicted(gone, msgspec.structs.replace(gone, number=7, reason="d silent"))
+    watch.everyone.evicted(after, msgspec.structs.replace(after, number=7, reason="d silent"))
     assert len(watch.everyone.evictions) == 1
 
 

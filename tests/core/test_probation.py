@@ -21,19 +21,19 @@ SYBILS = ("x", "y", "z")
 
 
 def routes(old: tuple[str, ...] = ("a", "b"), new: tuple[str, ...] = SYBILS) -> Routes:
-    made = Routes(SETTINGS, Random(0))
-    made.on_view(tuple(Member(peer, 0) for peer in (*old, *new)), 0.0, set(new))
-    return made
+    wiring = Routes(SETTINGS, Random(0))
+    wiring.on_view(tuple(Member(peer, 0) for peer in (*old, *new)), 0.0, set(new))
+    return wiring
 
 
-def served(made: Routes, count: int = 48) -> Counter[str]:
+def served(wiring: Routes, count: int = 48) -> Counter[str]:
     """Who is chosen for so many microbatches that are answered at once."""
     chosen: Counter[str] = Counter()
     for index in range(count):
-        choice = made.choose(0, 0.0, index=index)
+        choice = wiring.choose(0, 0.0, index=index)
         assert choice is not None
         chosen[choice[0]] += 1
-        made.answered(
+        wiring.answered(
             choice[0], 0.001 if choice[0] in SYBILS else 1.0, 1.0, 0.0
         )  # they answer so soon that all would go there
     return chosen
@@ -50,8 +50,8 @@ def test_three_sybils_get_a_third_of_a_stage_however_soon_they_answer() -> None:
 
 
 def test_one_newcomer_among_many_gets_about_its_even_share() -> None:
-    made = routes(tuple("abcdefgh"), ("new",))
-    assert 8 <= served(made, 90)["new"] <= 12
+    wiring = routes(tuple("abcdefgh"), ("new",))
+    assert 8 <= served(wiring, 90)["new"] <= 12
 
 
 def test_a_stage_that_only_newcomers_serve_is_served_by_them() -> None:
@@ -59,12 +59,12 @@ def test_a_stage_that_only_newcomers_serve_is_served_by_them() -> None:
 
 
 def test_a_newcomer_steps_in_where_the_others_fail_and_waits_where_they_are_busy() -> None:
-    made = routes(("a",), ("x",))
-    made.busy("a", 5.0, 1.0, 0.0)
-    assert made.choose(0, 0.0, index=1) is None and made.wake(0) is not None
-    made = routes(("a",), ("x",))
-    made.failed("a", 0.0)
-    assert made.choose(0, 0.0, index=1) == ("x", "expected to answer first")
+    wiring = routes(("a",), ("x",))
+    wiring.busy("a", 5.0, 1.0, 0.0)
+    assert wiring.choose(0, 0.0, index=1) is None and wiring.wake(0) is not None
+    wiring = routes(("a",), ("x",))
+    wiring.failed("a", 0.0)
+    assert wiring.choose(0, 0.0, index=1) == ("x", "expected to answer first")
     assert routes(("a",), ("x",)).choose(0, 0.0, avoid="a", index=1) == ("x", "expected to answer first")
 
 

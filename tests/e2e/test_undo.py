@@ -38,8 +38,8 @@ def test_what_a_liar_contributed_before_it_was_found_out_is_trained_again(monkey
     before, after = seen[back - 1], seen[back]
     assert (before.step, after.step, after.undone_steps) == (HONEST, 0, HONEST), after
     assert f"is undone: back from step {HONEST} to the state of step 0, {HONEST} steps" in after.reason
-    gone = [peer for peer in before.members if peer not in after.members]
-    assert len(gone) == 1 and gone[0] in after.reason
+    evicted = [peer for peer in before.members if peer not in after.members]
+    assert len(evicted) == 1 and evicted[0] in after.reason
     assert outcome.evictions >= 1 and not outcome.harmed
     assert seen[-1].step > HONEST and not seen[-1].reason.startswith("failed")
     assert [one.step for one in seen[back:]] == sorted(one.step for one in seen[back:]) or outcome.evictions > 1

@@ -367,16 +367,14 @@ class Undone:
         self.times = 0  # gone back
 
     def agreed(self, peer: m.Peer, before: m.View | None, view: m.View) -> None:
-        new = view.undoing or m.Undoing()
-        if before is None or view.epoch > before.epoch:
+        if before is not None and view.epoch > before.epoch:
             self._steps = {key: {one for one in steps if one < view.step} for key, steps in self._steps.items()}
-        if before is not None and new.times > (before.undoing or m.Undoing()).times:
-            self.times += 1
-            self._went_back(peer, before, view)
-        last = view.last
-        for share in [share for group in last.groups for share in group] if last is not None else ():
-            if share.indices and last is not None and last.step < view.step:
-                self._steps.setdefault(key_of(share.peer), set()).add(last.step)
+            if _times(view) > _times(before):
+                self.times += 1
+                self._went_back(peer, before, view)
+        if view.last is not None and view.last.step < view.step:
+            for share in (share for group in view.last.groups for share in group if share.indices):
+                self._steps.setdefault(key_of(share.peer), set()).add(view.last.step)
 
     def _went_back(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         left = {one.peer for one in view.members + view.joining}
@@ -391,6 +389,10 @@ class Undone:
         trained = before.step - settings.first_step + new.steps
         if new.steps > max(FEW, INTERVALS * settings.save_every, MOST * trained):
             self.watch.report(peer, "undone", f"{new.steps} steps of {trained} are undone for evictions")
+
+
+def _times(view: m.View) -> int:
+    return view.undoing.times if view.undoing is not None else 0
 
 
 class Durability:

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
-from math import gcd
 from typing import Protocol
 
 import msgspec
 
 from shoal.core.latency import Latency, Usual
 from shoal.core.messages import Index, Member, Peer, Settings, Stage
-from shoal.core.names import THIRD, key_of
+from shoal.core.trainer.turns import NOBODY, Turns
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
@@ -78,6 +77,9 @@ class Replica(msgspec.Struct, eq=False):
     withheld_at: float = 0.0
 
 
+Entry = tuple[float, float, int, Replica]  # of the ready: virtual time, a draw, serial
+
+
 class Wiring:
     """The replicas of one stage: those that can be chosen, by virtual time; busy and banned ones, by when they can be chosen again."""
 
@@ -87,7 +89,7 @@ class Wiring:
         self._rng = rng
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: a new one starts here
-        self._ready: list[tuple[float, float, int, Replica]] = []
+        self._ready: list[Entry] = []
         self._busy: list[tuple[float, int, Replica]] = []
         self._banned: list[tuple[float, int, Replica]] = []
 
@@ -129,31 +131,18 @@ class Wiring:
         avoid: str,
         load: Load,
         turn: Replica | None = None,
-        barred: frozenset[Peer] = frozenset(),
+        barred: frozenset[Peer] = NOBODY,
     ) -> tuple[Replica, str] | None:
         """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
         other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: ready, and chosen unless
         another is expected to answer much sooner."""
         self._settle(now)
-        if (
-            barred
-            and self._only(barred, avoid)
-            and any(one.serial == at and one.peer not in barred for _, at, one in self._busy)
-        ):
+        if barred and self._wait_for_others(barred, avoid):
             return None
         if not self._ready:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
-        candidates = []
-        while self._ready:
-            candidates.append(heappop(self._ready))
-            peer = candidates[-1][3].peer
-            if peer != avoid and peer not in load and peer not in barred:
-                break
-            self._settle(now)
-        entry = min(
-            candidates,
-            key=lambda each: (each[3].peer == avoid, each[3].peer in barred, self._response_s(each[3], load), each[:3]),
-        )
+        candidates = self._candidates(now, {avoid, *barred}, load)
+        entry = self._pick(candidates, avoid, load, barred)
         if turn is not None and TURN * self._response_s(turn, load) <= self._response_s(entry[3], load):
             for other in candidates:
                 heappush(self._ready, other)
@@ -166,10 +155,30 @@ class Wiring:
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "expected to answer first"
 
-    def _only(self, barred: frozenset[Peer], avoid: str) -> bool:
-        """No other replica is ready."""
+    def _wait_for_others(self, barred: frozenset[Peer], avoid: str) -> bool:
+        """None but the `barred` is ready, and another one is busy."""
         ready = (one.peer for _, _, at, one in self._ready if one.serial == at)
-        return not any(peer not in barred and peer != avoid for peer in ready)
+        if any(peer not in barred and peer != avoid for peer in ready):
+            return False
+        return any(one.serial == at and one.peer not in barred for _, at, one in self._busy)
+
+    def _candidates(self, now: float, unwanted: set[Peer], load: Load) -> list[Entry]:
+        """The ready ones by virtual time, up to the first that has nothing to do for this trainer and is wanted."""
+        candidates: list[Entry] = []
+        while self._ready:
+            candidates.append(heappop(self._ready))
+            peer = candidates[-1][3].peer
+            if peer not in unwanted and peer not in load:
+                break
+            self._settle(now)
+        return candidates
+
+    def _pick(self, candidates: list[Entry], avoid: str, load: Load, barred: frozenset[Peer]) -> Entry:
+        """The one to choose of these entries of the ready."""
+        return min(
+            candidates,
+            key=lambda each: (each[3].peer == avoid, each[3].peer in barred, self._response_s(each[3], load), each[:3]),
+        )
 
     def _response_s(self, replica: Replica, load: Load) -> float:
         """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
@@ -211,23 +220,12 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
-        # By stage, in the same order at every trainer
-        self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]
-        # Peers with new keys, at stages where others serve, too
-        self._new: list[frozenset[Peer]] = [frozenset()] * settings.stages
-        self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
+        self._turns = Turns(settings.stages)
 
     def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
         """`new_keys`: those on probation, which get every THIRD microbatch of a stage at most, while another replica does not fail."""
         stage_of = {member.peer: member.stage for member in members}
-        self._turns = [[] for _ in self._turns]
-        for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
-            self._turns[member.stage].append(member.peer)
-        new = (frozenset(peer for peer in turns if new_keys and key_of(peer) in new_keys) for turns in self._turns)
-        self._new = [
-            some if len(some) < len(turns) else frozenset() for some, turns in zip(new, self._turns, strict=True)
-        ]
-        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
+        self._turns.on_view(members, new_keys)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
@@ -258,9 +256,8 @@ class Routes:
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
-        barred = self._new[stage] if index is not None and index % THIRD else frozenset[Peer]()
-        why = self._skip_reason(stage, planned, now, avoid) if planned else ""
-        why = why or ("its key is new" if planned in barred else "")
+        barred = self._turns.barred(stage, index)
+        why = self._skip_reason(stage, planned, now, avoid, barred) if planned else ""
         if planned and not why:
             replica = self._at[planned][1]
             wiring.take(replica)
@@ -281,23 +278,20 @@ class Routes:
 
     def _turn(self, stage: Stage, index: Index, now: float, avoid: str) -> Replica | None:
         """Whose turn it is with that microbatch. None: it is not in good standing."""
-        turns, new = self._turns[stage], self._new[stage]
-        if not turns:
+        peer = self._turns.turn(stage, index)
+        if peer is None:
             return None
-        at = index + self._shifts[stage] * (index // len(self._at))
-        if new:  # those have their even share of all, as far as it is a third
-            theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * len(new)
-            turns, at = [peer for peer in turns if (peer in new) == theirs], at // THIRD if theirs else at
-        peer = turns[at % len(turns)]
         replica = self._at[peer][1]
         ready = not replica.level and replica.busy_until <= now and not replica.late
         return replica if ready and peer != avoid else None
 
-    def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str) -> str:
+    def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str, barred: frozenset[Peer]) -> str:
         """Why the planned peer does not receive this hop; '' if it does."""
         at, replica = self._at.get(planned, (-1, None))
         if replica is None or at != stage:
             return f"it does not serve stage {stage}"
+        if planned in barred:
+            return "its key is new"
         if planned == avoid:
             return "it was slow or failed with this hop"
         if replica.level:
@@ -467,9 +461,3 @@ class Routes:
 
     def _ban_s(self, replica: Replica) -> float:
         return float(self._settings.ban_s * 2 ** (replica.level - 1))
-
-
-def shift(owners: int, replicas: int) -> int:
-    """By how much turns are shifted with every round of the owners: the least that lets each owner meet all replicas, since then its next
-    turn is at as many as have no divisor in common with them. Without a shift the turns are exactly even."""
-    return next(each for each in range(max(1, replicas)) if gcd(owners + each, max(1, replicas)) == 1)

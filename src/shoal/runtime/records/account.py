@@ -193,6 +193,7 @@ class CommitHistory:
         credits, credited = credits_of(block)
         for step in block:
             mine = (tuple(credits), credited) if step.commit.step == last else ((), 0)
+            assert step.tally is not None
             tally = msgspec.structs.replace(step.tally, credits=mine[0], credited=mine[1])
             self._steps[step.commit.step] = msgspec.structs.replace(step, tally=tally)
 

@@ -39,9 +39,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     evicted = _evicted(view, facts, settings, now)
     leaving = _leaving(view, evicted, facts, settings, now)
     evicted |= leaving
-    false = [peer for peer in evicted if peer in facts.evidence.values.false]
-    known = tracked(view, facts.evidence.values.passed, max(view.saved, facts.saving.published), settings)
-    undo = decide(view, false, known, facts.history.step_s, settings)
+    undo = _decided(view, evicted, facts, settings)
     if undo.back_to is not None:
         return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
     stale = facts.evidence.stale
@@ -52,7 +50,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     if not (evicted or again or moves):
         return None
     members, joining = moving(members, joining, moves)
-    reasons = [*_reasons(evicted, again, moves), *([undo.words] if undo.words else [])]
+    reasons = _reasons(evicted, again, moves, undo.words)
     void = {*evicted, *again, *(move.peer for move in moves)}  # peers whose books are void
     changes = {
         "members": members,
@@ -71,6 +69,13 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     return Proposal(successor(view, reasons, **changes), moves)
 
 
+def _decided(view: View, evicted: Iterable[Peer], facts: Facts, settings: Settings) -> Decision:
+    """What becomes of what those contributed that are evicted for false values."""
+    false = [peer for peer in evicted if peer in facts.evidence.values.false]
+    known = tracked(view, facts.evidence.values.passed, max(view.saved, facts.saving.published), settings)
+    return decide(view, false, known, facts.history.step_s, settings)
+
+
 def _undone(
     view: View,
     evicted: dict[Peer, str],
@@ -85,7 +90,7 @@ def _undone(
     return gone_back(
         view,
         back_to,
-        "; ".join([*_reasons(evicted, {}, ()), undo.words]),
+        "; ".join(_reasons(evicted, {}, (), undo.words)),
         settings,
         members=members,
         joining=joining,
@@ -95,11 +100,12 @@ def _undone(
     )
 
 
-def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
+def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...], undo: str) -> list[str]:
     return [
         *(f"{peer} {why}" for peer, why in evicted.items()),
         *(f"{peer} downloads its state again: {why}" for peer, why in again.items()),
         *(move.reason for move in moves),
+        *([undo] if undo else []),
     ]
 
 
