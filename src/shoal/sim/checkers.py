@@ -107,7 +107,6 @@ class Watch:
         self._digests: dict[tuple[int, int, int], str] = {}  # (epoch, version, stage) -> parameters
         self.commits = Commits(self, settings.first_step)
         self.durability = Durability(self)
-        self.undone = Undone(self)
         self.leavers = Leavers(now, self.report)
 
     def report(self, peer: m.Peer, checker: str, text: str) -> None:
@@ -162,7 +161,7 @@ class Watch:
         if self.newest is None or view.number > self.newest.number:
             self.leavers.agreed(self.newest, view)
             self.newest = view
-        self.undone.agreed(peer, before, view)
+        self.commits.undone.agreed(peer, before, view)
         if view.last is not None and (before is None or before.last != view.last):
             self.commits.add(peer, self._now(), view, view.last)
             if before is not None:
@@ -293,6 +292,7 @@ class Commits:
 
     def __init__(self, watch: Watch, begun_with: int) -> None:
         self.watch, self.begun_with = watch, begun_with
+        self.undone = Undone(watch)
         self.known: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.times_s: list[float] = []
 
