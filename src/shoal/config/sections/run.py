@@ -87,8 +87,8 @@ class Run(Section, frozen=True):
     undo: Annotated[
         Literal["checkpoint", "none"],
         Meta(
-            description="A peer that is evicted for false values, where checks are on: the run goes back to the newest checkpoint without"
-            " what it contributed since its last passed check, within bounds; or what it contributed stays."
+            description="Where checks are on, a peer's eviction for false values sends the run back to the newest checkpoint without its"
+            " unchecked contributions, or leaves them in."
         ),
     ] = "checkpoint"
     probation: Annotated[
@@ -96,8 +96,8 @@ class Run(Section, frozen=True):
         Meta(
             ge=0,
             le=10**6,
-            description="New keys are on probation for this many steps: together they get a third of a stage's microbatches at most, where"
-            " others serve it, and own none. The founder's own and whoever is there at the start are exempt; 0: nobody is.",
+            description="For this many steps a guest's new key owns no microbatch and shares a third of a stage's, if others serve it; 0: no"
+            " probation.",
         ),
     ] = 16
     spot_checks: Annotated[
