@@ -115,7 +115,7 @@ def text(board: Leaderboard) -> str:
             f"{one.share:.1%}",
             f"{one.tokens:,}",
             " ".join(f"{stage}:{count:,}" for stage, count in one.stages.items()),
-            units.duration(one.seconds),
+            units.duration(one.seconds) if one.seconds else "",
             f"{len(one.evictions)}x" if one.evictions else "",
         )
         for one in board.contributors

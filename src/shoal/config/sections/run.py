@@ -96,8 +96,8 @@ class Run(Section, frozen=True):
         Meta(
             ge=0,
             le=10**6,
-            description="For this many steps a guest's new key owns no microbatch and shares a third of a stage's, if others serve it; 0: no"
-            " probation.",
+            description="For this many steps a guest's new key owns no microbatch and shares a third of a stage's, if others serve it;"
+            " 0: no probation.",
         ),
     ] = 16
     spot_checks: Annotated[
