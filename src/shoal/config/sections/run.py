@@ -87,8 +87,8 @@ class Run(Section, frozen=True):
     undo: Annotated[
         Literal["checkpoint", "none"],
         Meta(
-            description="Where checks are on, a peer's eviction for false values sends the run back to the newest checkpoint without its"
-            " unchecked contributions, or leaves them in."
+            description="What a peer contributed that checks convict of false values is undone by going back to an older checkpoint, or"
+            " stays."
         ),
     ] = "checkpoint"
     probation: Annotated[
