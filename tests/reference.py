@@ -27,6 +27,7 @@ from shoal.config import Config, Data, Tune, local_batch, microbatches, paired
 from shoal.core.messages import Apply, Committed, Do, Done, Import, Init, Peer
 from shoal.executor.base import digest_of
 from shoal.model import stages
+from shoal.model.layers.dropout import masks_of
 from shoal.numerics.schedule import learning_rate
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.records.account import CommittedStep
@@ -163,6 +164,8 @@ class OneProcess:
     def _gradients(self, index: int) -> tuple[float, Tensors]:
         """Of one microbatch's share of the batch's mean loss, to which tokens that do not count (~id) give nothing."""
         tokens = self.dataset.microbatch(self.step, index)  # (B, L+1)
+        if (masks := masks_of(self.model)) is not None:
+            masks.sample = self.step, index
         ids, wanted = torch.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:].flatten()
         logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
         if self.base is not None:

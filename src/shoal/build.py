@@ -24,7 +24,7 @@ from shoal import trace
 from shoal.config import Config, settings
 from shoal.core.messages import PROTOCOL, KnownAnswers, Peer, Ping
 from shoal.core.peer import PeerMachine
-from shoal.model import remote
+from shoal.model import lent, remote
 from shoal.planner.inputs.measured import DEVICE_FILE
 from shoal.runtime.checkpoints.catalog import Catalog, url_of
 from shoal.runtime.checkpoints.marker import refuse_foreign
@@ -216,7 +216,12 @@ async def peer(
         header = trace.Header(
             protocol=PROTOCOL,
             peer=identity.name,
-            settings=msgspec.structs.replace(settings(config, role.first_step), answers=answers, place=runner.place),
+            settings=msgspec.structs.replace(
+                settings(config, role.first_step),
+                answers=answers,
+                place=runner.place,
+                borrows=lent.borrowed(config.model.path),
+            ),
             seed=f"{config.run.seed}/{identity.name}/{secrets.token_hex(16)}",  # nobody can foresee whom this peer checks
             found=role.first,
             config=hashlib.sha256(msgspec.json.encode(config)).hexdigest(),

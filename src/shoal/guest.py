@@ -23,7 +23,7 @@ from shoal.config.sections.model import THEIRS
 from shoal.core.messages import PROTOCOL
 from shoal.escaping import UNDECODABLE
 from shoal.host import free_bytes
-from shoal.model import remote
+from shoal.model import lent, remote
 from shoal.planner.inputs.profile import LOGITS
 from shoal.units import size
 
@@ -40,7 +40,7 @@ RUN = frozenset(
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
-    tune.method tune.rank tune.alpha tune.targets tune.rslora tune.dora tune.quantize
+    tune.method tune.rank tune.alpha tune.targets tune.dropout tune.rslora tune.dora tune.quantize tune.lend tune.description
     tune.beta
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes
@@ -142,6 +142,9 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
     reads = config.device.executor != "emulated"
     unused = {override.partition("=")[0].strip() for override in overrides} | _not_read(names, source, reads)
     requested = {field: name for field, name in names.items() if name and field not in unused}
+    if _is_lent(config, requested, files):
+        del requested["model.path"]
+        _set_field(tree, "model.path", lent.PEERS)
     for field, place in _look_up(requested, source, files).items():
         _set_field(tree, field, place)
         if field in TEXTS and files is not None:
@@ -156,6 +159,14 @@ def admitted(tree: dict[str, Any], overrides: Sequence[str], files: Path | None 
             " without it any file could be requested. Ask for an invite made by `shoal invite`"
         )
     return from_tree(overridden(tree, overrides))
+
+
+def _is_lent(config: Config, requested: Mapping[str, str], files: Path | None) -> bool:
+    """The model is wanted, is not here, and the run's peers give this machine its stage of it."""
+    name = requested.get("model.path", "")
+    if not name or not config.tune.lend or not config.tune.description or config.run.serve:
+        return False
+    return remote.is_url(name) or files is None or not below(files, name, "model.path").is_dir()
 
 
 def _not_read(names: Mapping[str, str], source: str, reads: bool) -> set[str]:

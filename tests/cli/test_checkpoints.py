@@ -200,11 +200,12 @@ def test_only_a_run_of_ones_own_is_said_to_go_on_with_resume(
 ) -> None:
     """A guest that joins again was told that its run had been killed and could be resumed."""
     directory = tmp_path / "ours"
-    for own in (False, True):
+    for own, serves in ((False, False), (True, False), (True, True)):
         directory.mkdir()
         (directory / "commits.jsonl").write_bytes(b"")
+        (directory / "config.toml").write_text(f"[run]\nserve = {str(serves).lower()}\n")
         if own:
             (directory / checkpoints.KEY).write_bytes(b"")
         rundir.set_aside(directory)
-        assert ("add --resume" in capsys.readouterr().out) is own
+        assert ("add --resume" in capsys.readouterr().out) is (own and not serves), "`shoal serve` resumes nothing"
         directory.rmdir()

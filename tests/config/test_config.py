@@ -275,3 +275,29 @@ def test_routes_without_seats_and_links_by_host_over_libp2p_are_refused() -> Non
     links = 'network.links={"127.0.0.2" = [0.1, 1e6]}'
     assert "try network.transport=tls" in refusal(links, "network.transport=libp2p")
     assert config.load(None, [links]).network.links == {"127.0.0.2": (0.1, 1e6)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["train.staleness=1"],
+            "which train.staleness = 1 has not; try train.staleness=0, or `shoal eval` on checkpoints",
+        ),
+        (
+            ["train.local_steps=4", "run.stages=1"],
+            "and in train.local_steps = 4 each replica has its own; try `shoal eval` on checkpoints",
+        ),
+        (["device.executor=swapping"], "and device.executor = 'swapping'; try `shoal eval` on checkpoints"),
+        (["device.count=2"], "and device.count = 2; try `shoal eval` on checkpoints"),
+    ],
+)
+def test_held_out_text_that_could_not_be_measured_is_refused_before_the_start(settings: list[str], words: str) -> None:
+    assert words in refusal("eval.path=held.txt", *settings)
+
+
+def test_a_swapping_stage_is_not_asked_to_serve_texts() -> None:
+    assert "device.executor = 'swapping' serves no texts" in refusal("run.serve=true", "device.executor=swapping")
+    assert "device.executor = 'swapping'; try `shoal generate`" in refusal(
+        'eval.prompts=["a"]', "device.executor=swapping"
+    )

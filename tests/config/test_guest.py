@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from shoal import guest
 from shoal.config import Config, from_tree, overridden, to_tree
 from shoal.core.messages import PROTOCOL
+from shoal.model import lent
 from shoal.runtime.data.dataset import open_dataset
 
 DIGEST = "0" * 64
@@ -228,3 +230,53 @@ def test_an_invite_of_another_version_says_so_at_once() -> None:
         ValueError, match=f"speak protocol {PROTOCOL + 1}, and shoal here speaks {PROTOCOL}: install the same"
     ):
         guest.joined(text, [])
+
+
+LENT = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
+
+
+def lending(fields: dict[str, Any], **tune: Any) -> bytes:
+    text = msgspec.json.encode({"config": json.dumps(fields)}).decode()
+    return invite_tree(model={"path": "llama"}, tune={"method": "lora", "lend": True, "description": text} | tune)
+
+
+def test_a_model_that_is_not_here_is_lent_by_the_runs_peers(tmp_path: Path) -> None:
+    place = [f"run.dir={tmp_path}"]
+    joined = guest.joined(lending(LENT), place)
+    assert joined.model.path == lent.PEERS
+    config = lent.local(joined)
+    assert json.loads((Path(config.model.path) / "config.json").read_bytes()) == LENT and lent.borrowed(
+        config.model.path
+    )
+    (tmp_path / "llama").mkdir()
+    assert guest.joined(lending(LENT), place, tmp_path).model.path == str((tmp_path / "llama").resolve()), "it is here"
+    assert guest.joined(lending(LENT), [*place, "model.path=/mine"]).model.path == "/mine"
+    for tune in ({"lend": False}, {"description": ""}):
+        with pytest.raises(ValueError, match=r"name it yourself: model\.path=DIRECTORY"):
+            guest.joined(lending(LENT, **tune), place)
+        with pytest.raises(ValueError, match="gives no frozen weights away"):
+            lent.local(guest.joined(lending(LENT, **tune), [*place, "model.path=peers"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": "llama", "hidden_size": 2**25}, "a guest takes up to 16,777,216"),
+        ({"model_type": "llama", "rope": {"factor": [1e30]}}, "a guest takes up to"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 2**12, "num_local_experts": 2**8},
+            "a guest takes up to 131,072 parts",
+        ),
+        ({"hidden_size": 3}, "no model_type"),
+    ],
+)
+def test_a_description_beyond_all_bounds_is_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        lent.local(guest.joined(lending(fields), [f"run.dir={tmp_path}"]))
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text in ("", "{", '{"config": 3}', '{"config": "["}'):
+        with pytest.raises(ValueError, match=r"cannot be read|gives no frozen|name it yourself"):
+            lent.local(guest.joined(lending(LENT, description=text), [f"run.dir={tmp_path}"]))

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.core.messages import (
     ABOUT,
+    FROZEN,
     RANKS,
     BlobRef,
     Chunk,
@@ -23,6 +24,7 @@ from shoal.core.messages import (
     Lack,
     Manifest,
     Member,
+    Note,
     Offer,
     OfferShard,
     Phase,
@@ -53,8 +55,8 @@ T = TypeVar("T")
 
 
 class Play:
-    def __init__(self, view: View = TRAINING) -> None:
-        self.transfer = StateTransfer("me", SETTINGS, random.Random(1), Server("me", SETTINGS))
+    def __init__(self, view: View = TRAINING, settings: Settings = SETTINGS) -> None:
+        self.transfer = StateTransfer("me", settings, random.Random(1), Server("me", settings))
         self.now, self.said = 0.0, list[Command]()
         self.view(view)
 
@@ -221,3 +223,112 @@ def test_what_is_not_whole_after_it_was_brought_is_not_tried_at_once_again() -> 
     play.done(play.task(RunCopy))
     play.failed(play.task(Init), "step-5: damaged: model-00002", older=3, lacks=(Lack(1, "mine"),))
     assert not [c for c in play.said if isinstance(c, Do)] and play.transfer.load_failed is not None
+
+
+# ------------------------------------------------------------------------------------------------------ frozen weights
+
+BORROWER = msgspec.structs.replace(SETTINGS, borrows=True)
+MORE = (Member("a", 0), Member("b", 1), Member("c", 1))
+JOINING = View(number=1, step=5, members=MORE, joining=(Member("me", 1),), phase=Phase.TRAINING)
+
+
+def borrowing(held: tuple[str, ...] = ()) -> Play:
+    """`me` joins stage 1 without the model; chunks with these hashes are here from before."""
+    play = Play(JOINING, BORROWER)
+    task = play.task(RunCopy)
+    assert (task.step, task.stage, task.shard) == (0, 1, FROZEN)
+    assert not play.sent(StateRequest), "first it looks whether they are here"
+    play.failed(task, held=held)
+    assert play.sent(StateRequest) == [(peer, StateRequest(0, 1, 0, FROZEN)) for peer in ("b", "c")], "its stage alone"
+    return play
+
+
+def frozen_chunk(play: Play, peer: str, chunk: int) -> WriteChunk:
+    play.hear(peer, Chunk(0, 0, 1, chunk, shard=FROZEN), (BlobRef(f"blob {chunk}", MANIFEST.sizes[chunk]),))
+    return play.task(WriteChunk)
+
+
+def lend(play: Play, peer: str, manifest: Manifest = MANIFEST) -> None:
+    play.hear(peer, Offer(0, 0, 1, manifest, FROZEN))
+
+
+def test_a_machine_without_the_model_first_gets_its_stages_frozen_weights_then_the_state() -> None:
+    play = borrowing()
+    lend(play, "b")
+    lend(play, "c")
+    for chunk in range(3):
+        assert play.transfer.loaded == chunk, "the leader sees that it goes on"
+        play.done(frozen_chunk(play, "bbc"[chunk], chunk), nbytes=1)
+    play.done(play.task(RunCopy))
+    requests = [request for _, request in play.sent(StateRequest)]
+    assert requests and all(request == StateRequest(0, 1, request.since) for request in requests)
+
+
+def test_frozen_weights_that_are_here_are_not_downloaded() -> None:
+    play = Play(JOINING, BORROWER)
+    play.done(play.task(RunCopy))
+    assert {request.shard for _, request in play.sent(StateRequest)} == {""}
+
+
+def test_chunks_of_frozen_weights_that_are_here_are_not_requested_again() -> None:
+    play = borrowing(held=("h0", "h1"))
+    lend(play, "b")
+    assert [(peer, request.chunk) for peer, request in play.sent(ChunkRequest)] == [("b", 2)]
+    play.done(frozen_chunk(play, "b", 2), nbytes=50)
+    assert play.task(RunCopy)
+
+
+def test_a_last_chunk_that_is_here_is_not_requested_again_either() -> None:
+    play = borrowing(held=("h1", "h2"))
+    lend(play, "b")
+    assert [request.chunk for _, request in play.sent(ChunkRequest)] == [0]
+
+
+def test_with_every_chunk_here_the_last_one_is_requested_all_the_same() -> None:
+    play = borrowing(held=MANIFEST.hashes)
+    lend(play, "b")
+    assert [request.chunk for _, request in play.sent(ChunkRequest)] == [2]
+
+
+def test_a_donor_of_frozen_weights_that_leaves_costs_what_was_requested_of_it() -> None:
+    play = borrowing()
+    lend(play, "b")
+    lend(play, "c")
+    play.done(frozen_chunk(play, "b", 0), nbytes=100)
+    play.view(msgspec.structs.replace(JOINING, number=2, members=(Member("a", 0), Member("c", 1))))
+    play.wait(60.0)
+    asked = {request.chunk for peer, request in play.sent(ChunkRequest) if peer == "c"}
+    assert 0 not in asked
+
+
+def test_a_slow_line_is_waited_for_and_nobody_to_ask_is_said_and_tried_again() -> None:
+    play = borrowing()
+    lend(play, "b")
+    lend(play, "c")
+    play.wait(10 * PATIENCE_BEATS * SETTINGS.heartbeat_s)
+    assert any(request.shard == FROZEN for _, request in play.sent(ChunkRequest) + play.sent(StateRequest))
+
+    play = borrowing()
+    lend(play, "b", Manifest((), ()))
+    lend(play, "c", Manifest((), ()))
+    notes = [command.text for command in play.said if isinstance(command, Note)]
+    assert any("no other peer has it" in text for text in notes)
+    assert not any(isinstance(command, Do) for command in play.said)
+    play.wait(60.0)
+    assert play.task(RunCopy).shard == FROZEN
+    assert play.transfer.load_failed is None, "no checkpoint is at fault"
+
+
+def test_frozen_weights_are_given_to_peers_of_the_view_with_the_rank_of_a_state() -> None:
+    play = Play()
+    play.hear("stranger", StateRequest(0, 1, 0, FROZEN))
+    assert not play.said
+    play.hear("b", StateRequest(0, 1, 0, FROZEN))
+    play.done(play.task(OfferShard), manifest=MANIFEST)
+    play.hear("b", ChunkRequest(0, 0, 1, 2, FROZEN))
+    play.done(play.task(ReadShard))
+    ((_, chunk),) = play.sent(Chunk)
+    assert (chunk.chunk, chunk.gone) == (2, False)
+    assert rank(chunk) == rank(Chunk(0, 0, 1, 2)) < rank(Chunk(0, 5, 1, 2, shard="shard"))
+    play.hear("b", StateRequest(0, 0, 0, FROZEN))
+    assert play.task(OfferShard).stage == 0, "each stage has its own"

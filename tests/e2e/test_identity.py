@@ -199,7 +199,10 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
     assert_same_bits(left, reference.commits(left.directory))
 
 
-@pytest.mark.parametrize(("staleness", "tune"), [(0, {}), (1, {}), (0, {"dora": True}), (0, {"quantize": "nf4"})])
+@pytest.mark.parametrize(
+    ("staleness", "tune"),
+    [(0, {}), (1, {}), (0, {"dora": True}), (0, {"quantize": "nf4"}), (0, {"dropout": 0.2}), (1, {"dropout": 0.2})],
+)
 def test_adapters_have_the_bits_of_one_process(tmp_path: Path, staleness: int, tune: dict[str, Any]) -> None:
     config = a_config(STAGES, STAGES * REPLICAS, steps=3 + staleness, staleness=staleness)
     left = trained_in_memory(tmp_path, adapted(config, tmp_path / "base", rank=2, alpha=64.0, **tune))

@@ -19,6 +19,8 @@ from shoal.core.names import invite_of
 from shoal.launcher import reach
 from shoal.launcher.files import rundir
 from shoal.launcher.invites import Issued, Office, distribute
+from shoal.model import lent
+from shoal.runtime.checkpoints import weight_files
 from shoal.transport.identity.invite import PEERS, Authority
 from shoal.transport.identity.passes import MAX_PEERS, date
 
@@ -137,7 +139,11 @@ class Founded:
         if config.device.executor == "emulated" or config.run.serve:
             return config
         data = msgspec.structs.replace(config.data, digest=build.data(config).digest[:DIGEST_CHARS])
-        return msgspec.structs.replace(config, data=data)  # so that no machine trains on other text
+        tune = config.tune
+        if tune.lend:
+            text = lent.described(config.model.path, weight_files.fingerprint(Path(config.model.path)))
+            tune = msgspec.structs.replace(tune, description=text)
+        return msgspec.structs.replace(config, data=data, tune=tune)  # so that no machine trains on other text
 
 
 def hand_over(text: str, out: str | None) -> None:

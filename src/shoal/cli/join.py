@@ -44,12 +44,15 @@ def main(args: argparse.Namespace) -> int:
     from shoal.launcher.files import checkpoints, rundir
     from shoal.launcher.launcher import Launcher
     from shoal.launcher.session import RunRequest
-    from shoal.model import remote
+    from shoal.model import lent, remote
     from shoal.transport.identity.invite import read_invite
     from shoal.transport.identity.passes import date
 
     invite = read_invite(text, 0.0)
-    config = remote.local(guest.joined(invite.config, settings, args.files))
+    joined = guest.joined(invite.config, settings, args.files)
+    config = remote.local(lent.local(joined))
+    if joined.model.path == lent.PEERS:
+        print(f"no model here: the run's peers give the frozen weights of a stage, which stay in {config.model.path}")
     preflight.refuse(
         [
             *_too_many(args.peers, invite.grant.peers),

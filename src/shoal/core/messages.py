@@ -35,6 +35,7 @@ Route = Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=256)] 
 MOST_POSITIONS = 512  # of one request of inference, which a hop of training waits for
 MOST_SCORES = 1024  # of the likeliest next tokens
 ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
+FROZEN = "frozen"  # a stage's weights that are not trained, as its replicas hold them: of no step, and of no checkpoint
 
 MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
 
@@ -847,7 +848,7 @@ class RoundFailed(Wire, frozen=True):
 
 class StateRequest(Wire, frozen=True):
     """Joiner to replica: offer me the state of your stage, of version `since` or newer: what is committed from there on I hear. With
-    `shard`, between any two: offer me that shard of the checkpoint of step `since`."""
+    `shard`, between any two: offer me that shard of the checkpoint of step `since`, or the stage's frozen weights."""
 
     epoch: Count
     stage: Stage
@@ -1104,7 +1105,7 @@ RANKS = 6  # of bulk
 
 def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
-    state for a joiner, shards of a checkpoint and texts. Messages to one peer keep their order within a rank only."""
+    state and frozen weights for a joiner, shards of a checkpoint and texts. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward():
             return 0
@@ -1116,7 +1117,7 @@ def rank(message: Message) -> int:
             return 2 if message.first else 3
         case ReduceChunk():
             return 3
-        case Chunk(shard=shard) if shard:
+        case Chunk(shard=shard) if shard and shard != FROZEN:
             return 5
         case HiddenStates():
             return 5
@@ -1178,7 +1179,7 @@ class Done(Event, frozen=True):
 
 
 class Lack(Value, frozen=True):
-    """A shard of a checkpoint that is not whole here."""
+    """A shard of a checkpoint, or frozen weights, that are not whole here."""
 
     stage: Stage
     shard: Digest
@@ -1193,6 +1194,7 @@ class Failed(Event, frozen=True):
     nonfinite: bool = False  # of RunForward and RunBackward: a result is not finite
     older: int | None = None  # of Init, for a damaged checkpoint: the step of the newest older whole one; 0: none is
     lacks: tuple[Lack, ...] = ()  # of Init: shards that are missing or damaged here, and that another peer may have
+    held: tuple[str, ...] = ()  # of RunCopy: SHA-256 of the chunks that are here of a shard that is not whole
 
 
 class Tick(Event, frozen=True):
@@ -1511,7 +1513,8 @@ class RunPublish(TaskBase, frozen=True):
 
 
 class OfferShard(TaskBase, frozen=True):
-    """Read that shard of the checkpoint of `step` from the files. Result: manifest. Failed: it is not here, or not whole."""
+    """Read that shard of the checkpoint of `step` from the files, or the frozen weights of the stage that is here. Result: manifest.
+    Failed: it is not here, or not whole."""
 
     lane = "write"
     step: int
@@ -1548,7 +1551,8 @@ class WriteChunk(TaskBase, frozen=True):
 
 
 class RunCopy(TaskBase, frozen=True):
-    """All chunks of that shard are written: compare its files with their hashes and put them in their place. Result: record."""
+    """All chunks of that shard are written: compare its files with their hashes and put them in their place. Result: record. Failed: it
+    is not whole; `held`."""
 
     lane = "write"
     step: int
@@ -1636,6 +1640,7 @@ class Settings(msgspec.Struct, frozen=True):
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none
+    borrows: bool = False  # this machine has no model: other peers give it the frozen weights of its stage
 
     heldout: int = (
         0  # microbatches of held-out samples, of which the last stage computes the loss and nobody a gradient

@@ -116,6 +116,36 @@ def infer(executor: Executor, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 @runtime_checkable
+class Dropping(Protocol):
+    """An executor whose adapters drop values."""
+
+    def draw(self, sample: tuple[int, int] | None) -> None:
+        """Passes that follow drop the values of that (step, microbatch); None: none."""
+        ...
+
+
+def draw(executor: Executor, sample: tuple[int, int] | None) -> None:
+    if isinstance(executor, Dropping):
+        executor.draw(sample)
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """An executor that other machines get frozen weights from."""
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The weights that are not trained, by their names in the model and in its order, on any device. Nobody ever changes them."""
+        ...
+
+
+def frozen(executor: Executor) -> Mapping[str, Tensor]:
+    """ValueError: this executor lends none."""
+    if not isinstance(executor, Lending):
+        raise ValueError("this peer lends no frozen weights: it keeps them on several devices, or none")
+    return executor.frozen()
+
+
+@runtime_checkable
 class Evaluating(Protocol):
     """An executor that measures held-out samples, too."""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.messages import Rewards
-from shoal.executor.base import Executor, copy_state_, infer, rewards
+from shoal.executor.base import Executor, copy_state_, draw, frozen, infer, rewards
 from shoal.executor.streams import streams_of
 from shoal.numerics import pieces
 
@@ -106,6 +106,12 @@ class Delayed:
 
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         return infer(self._inner, x, cache)
+
+    def draw(self, sample: tuple[int, int] | None) -> None:
+        draw(self._inner, sample)
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        return frozen(self._inner)
 
     def zero(self, step: int = 0) -> None:
         """Empty all sums; the newest version is `step`."""

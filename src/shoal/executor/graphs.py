@@ -27,10 +27,11 @@ BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Graph(NamedTuple):
-    """Of one slice of a microbatch: the input, a leaf, and the output."""
+    """Of one slice of a microbatch: the input, a leaf, and the output. `sample`: whose values were dropped, see dropout.Masks."""
 
     x: Tensor
     y: Tensor
+    sample: tuple[int, int] | None
 
 
 class Graphs:
@@ -75,7 +76,10 @@ class Graphs:
 
     def take(self, xs: Sequence[Tensor]) -> list[Graph] | None:
         """The graphs of these slices; they can be used once."""
-        return self.kept.take(lambda graphs: all(map(_same_bits, (graph.x for graph in graphs), xs)))
+        sample = self._stage.masks.sample if self._stage.masks is not None else None
+        return self.kept.take(
+            lambda graphs: graphs[0].sample == sample and all(map(_same_bits, (graph.x for graph in graphs), xs))
+        )
 
     def clear(self) -> None:
         """The parameters change, or the step is over."""
@@ -87,9 +91,14 @@ class Graphs:
         self.kept.clear()
 
     def _run(self, xs: Sequence[Tensor]) -> list[Graph]:
+        masks, graphs = self._stage.masks, []
         with torch.enable_grad():
-            leaves = [x.detach() if self._stage.first else x.detach().requires_grad_() for x in xs]
-            return [Graph(x, self._stage.forward(x)) for x in leaves]
+            for at, x in enumerate(xs):
+                leaf = x.detach() if self._stage.first else x.detach().requires_grad_()
+                if masks is not None:
+                    masks.at(at, len(x))
+                graphs.append(Graph(leaf, self._stage.forward(leaf), masks.sample if masks is not None else None))
+        return graphs
 
     def _has_room(self, nbytes: int) -> bool:
         # Twice: a backward needs about as much again while it runs.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Config, Train, local_batch, microbatches
-from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of, infer
+from shoal.executor.base import Executor, NotFinite, copy_state_, digest_of, draw, frozen, infer
 from shoal.numerics.optimizer import OptimizerStep, Schedule, nesterov_, norm_sq
 from shoal.numerics.schedule import learning_rate
 
@@ -84,6 +84,12 @@ class LocalSteps:
 
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         return infer(self._inner, x, cache)
+
+    def draw(self, sample: tuple[int, int] | None) -> None:
+        draw(self._inner, sample)
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        return frozen(self._inner)
 
     def zero(self, step: int = 0) -> None:
         """Return to the parameters at the start of the round."""

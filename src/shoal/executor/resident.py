@@ -51,6 +51,15 @@ class Resident:
         self.graphs = Graphs(stage, config)
         self.base = base_of(stage)
 
+    def draw(self, sample: tuple[int, int] | None) -> None:
+        if self._stage.masks is not None:
+            self._stage.masks.sample = sample
+
+    def _at(self, slice_number: int) -> None:
+        """That slice passes next."""
+        if self._stage.masks is not None:
+            self._stage.masks.at(slice_number, self._slice)
+
     def forward(self, x: Tensor) -> Tensor:
         x, reference = parted(self._stage, self._input(x))
         xs = torch.split(x, self._slice)
@@ -58,8 +67,12 @@ class Resident:
         return self._output(self._forwards(xs) if ys is None else ys, reference)
 
     def _forwards(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        ys = []
         with torch.no_grad():
-            return [self._stage.forward(part) for part in xs]
+            for at, part in enumerate(xs):
+                self._at(at)
+                ys.append(self._stage.forward(part))
+        return ys
 
     def _output(self, ys: Sequence[Tensor], reference: Tensor | None) -> Tensor:
         """What the next stage gets: a microbatch's slices, and behind them those of the reference."""
@@ -80,9 +93,10 @@ class Resident:
         sum_before = self.sum.clone() if len(slices) > 1 else None  # a later slice can fail
         graphs = self.graphs.take([part.x for part in slices])
         try:
-            results = [
-                self._slice_back(part, references[at], graphs[at] if graphs else None) for at, part in enumerate(slices)
-            ]
+            results = []
+            for at, part in enumerate(slices):
+                self._at(at)
+                results.append(self._slice_back(part, references[at], graphs[at] if graphs else None))
         except Exception as error:  # such as no memory: the hop is done again elsewhere, and must not count twice
             if sum_before is not None:
                 self.sum.copy_(sum_before)
@@ -123,7 +137,10 @@ class Resident:
         check_ends(self._stage, x, grad, tokens)
         x, reference = parted(self._stage, x)
         slices = cut(self._slice, x, *(None if value is None else value.to(self._device) for value in (grad, tokens)))
-        results = [self._again(part, of) for part, of in zip(slices, self._references(slices, reference), strict=True)]
+        results = []
+        for at, (part, of) in enumerate(zip(slices, self._references(slices, reference), strict=True)):
+            self._at(at)
+            results.append(self._again(part, of))
         self._stage.compared.clear()  # rewards are those of backwards
         return joined(results)
 
@@ -140,8 +157,12 @@ class Resident:
     def infer(self, x: Tensor, cache: Any) -> tuple[Tensor, Any]:
         # Texts have any length, for which compiled blocks would be compiled again and again.
         eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+        self.draw(None)
         with torch.no_grad(), eager:
             return self._stage.infer(self._input(x), cache)
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        return dict(self._stage.named_frozen())
 
     def evaluate(self, x: Tensor, tokens: Tensor | None) -> Tensor | float:
         x, reference = parted(self._stage, self._input(x))

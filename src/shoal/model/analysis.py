@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -45,6 +45,7 @@ def count(config: Config) -> Profile:
     if fused:  # else the family's own attention runs, which is slower and keeps all scores (Gemma 2 caps them)
         hf._attn_implementation = _attention(packed=config.data.document_end >= 0)
     model: PreTrainedModel = on_meta(hf).eval().to(dtype)
+    adapters.encode(model, config)
     adapters.attach(model, config)
     for value in model.parameters():
         if value.requires_grad:
@@ -52,18 +53,18 @@ def count(config: Config) -> Profile:
     fake = FakeTensorMode()
     _without_values(model, fake)
     parts = Parts(model)
-    parts_counted = [_count_part(parts, fake, config, "embedding", range(0), first=True, last=False)]
-    by_sort: dict[str, Part] = {}
+    parts_counted = [_count_part(parts, fake, config, _Place("embedding", first=True))]
+    by_sort: dict[tuple[str, bool], Part] = {}
     for index, block in enumerate(parts.blocks):
-        # Blocks of the same text (classes and sizes) and kind do the same; most models have one or two sorts.
-        kinds = getattr(hf, "layer_types", None)
-        sort = f"{block} {kinds[index] if kinds else ''}"
+        # Blocks of the same text (classes and sizes) and kind do the same; most models have one or two sorts. Before the first weights
+        # that are trained there is no gradient.
+        kinds, back = getattr(hf, "layer_types", None), any(part.parameters for part in parts_counted)
+        sort = f"{block} {kinds[index] if kinds else ''}", back
         if sort not in by_sort:
-            by_sort[sort] = _count_part(
-                parts, fake, config, f"block {index}", range(index, index + 1), first=False, last=False
-            )
+            place = _Place(f"block {index}", range(index, index + 1), back=back)
+            by_sort[sort] = _count_part(parts, fake, config, place)
         parts_counted.append(msgspec.structs.replace(by_sort[sort], name=f"block {index}"))
-    parts_counted.append(_count_part(parts, fake, config, "head", range(0), first=False, last=True))
+    parts_counted.append(_count_part(parts, fake, config, _Place("head", last=True)))
     all_trained = config.tune.method == "full"
     counted = tuple(
         msgspec.structs.replace(
@@ -88,10 +89,19 @@ def count(config: Config) -> Profile:
     )
 
 
-def _count_part(
-    parts: Parts, fake: FakeTensorMode, config: Config, name: str, blocks: range, *, first: bool, last: bool
-) -> Part:
+class _Place(NamedTuple):
+    """A part of the model. `back`: what it takes from the part before has a gradient."""
+
+    name: str
+    blocks: range = range(0)
+    first: bool = False
+    last: bool = False
+    back: bool = True
+
+
+def _count_part(parts: Parts, fake: FakeTensorMode, config: Config, place: _Place) -> Part:
     """Forward and backward of one part alone; of preference pairs also the forward that they are compared with."""
+    name, blocks, first, last, back = place
     model, end = parts.model, config.data.document_end
     parts.remove_parts()
     parts.insert_parts(blocks, first=first, last=last)
@@ -106,7 +116,7 @@ def _count_part(
         hidden = torch.zeros((*shape, model.config.hidden_size + (end >= 0)), dtype=model.dtype)
         stage = _alone(model, config, first, last)
         reference = hidden.clone() if stage.paired else None
-        x = tokens[:, 1:].clone() if first else hidden.requires_grad_()
+        x = tokens[:, 1:].clone() if first else hidden.requires_grad_(back)
         reference_flops = _reference_flops(stage, x)
         own_storages = {value.untyped_storage()._cdata for value in model.parameters()}
         with flops, memory:
@@ -142,7 +152,10 @@ def _count_part(
 
 def _alone(model: PreTrainedModel, config: Config, first: bool, last: bool) -> HuggingFaceStage:
     beta = config.tune.beta if paired(config) else 0.0
-    return HuggingFaceStage(model, first=first, last=last, document_end=config.data.document_end, beta=beta)
+    stage = HuggingFaceStage(model, first=first, last=last, document_end=config.data.document_end, beta=beta)
+    if stage.masks is not None:
+        stage.masks.sample = 0, 0  # masks take memory
+    return stage
 
 
 def _reference_flops(stage: HuggingFaceStage, x: Tensor) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.model.draws import Draws
+from shoal.model.layers.dropout import Masks
 
 UNCOUNTED = -1  # the target of a token whose loss does not count
 
@@ -30,6 +31,7 @@ class Stage(Protocol):
     paired: bool  # samples are preference pairs, whose rows pass it with adapters and without (layers/pairs.py)
     # Margins of the pairs whose loss was computed since it was emptied; NaN for one that does not count
     compared: list[Tensor]
+    masks: Masks | None  # of dropout
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Own parameters that are trained, named as in the whole model, each once, in the whole model's order."""

@@ -46,10 +46,13 @@ _tell: Tell = lambda text: None  # noqa: E731 - who hears of progress in this pr
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the files of a directory come from. `shards`: their sizes in bytes, when the directory was made."""
+    """Where the files of a directory come from. `shards`: their sizes in bytes, when the directory was made. `base`, `name`: of a model
+    that other peers have, see lent.Description."""
 
     url: str
     shards: dict[str, int]
+    base: str = ""
+    name: str = ""
 
 
 class Span(NamedTuple):
@@ -159,7 +162,7 @@ def directory(url: str, runs: str, tell: Tell = show, *, weights: bool = True) -
             later = f"; its weights are read when they are needed, into {here}" if weights else ""
             tell(f"reads the description of the model at {url}{later}")
             shards = _describe(url, here, weights)
-            _write(here / SOURCE, msgspec.json.encode(Source(url, shards)))
+            write(here / SOURCE, msgspec.json.encode(Source(url, shards)))
     return str(here)
 
 
@@ -174,7 +177,7 @@ def source_of(path: str | Path) -> Source | None:
 def name_of(path: str) -> str:
     """How other machines and programs name the model in that directory."""
     source = source_of(path)
-    return source.url.removeprefix("hf://") if source is not None else str(Path(path).resolve())
+    return source.name or source.url.removeprefix("hf://") if source is not None else str(Path(path).resolve())
 
 
 def _describe(url: str, here: Path, weights: bool) -> dict[str, int]:
@@ -185,7 +188,7 @@ def _describe(url: str, here: Path, weights: bool) -> dict[str, int]:
         if content is None and name == CONFIG and weights:
             raise ValueError(f"{url} has no {CONFIG}; give the URL of a directory with a Hugging Face model")
         if content is not None:
-            _write(here / name, content)
+            write(here / name, content)
             copied += 1
     if not weights:
         if not copied:
@@ -194,7 +197,7 @@ def _describe(url: str, here: Path, weights: bool) -> dict[str, int]:
     index = files.small(INDEX)
     if index is not None:
         names = sorted(set(shards_of(index, f"{url}/{INDEX}").values()))
-        _write(here / INDEX, index)
+        write(here / INDEX, index)
     else:
         names = [SINGLE]
     shards = {}
@@ -205,7 +208,7 @@ def _describe(url: str, here: Path, weights: bool) -> dict[str, int]:
         shards[name] = there_bytes
     if index is None:
         tensors = _spans(url, SINGLE, files.head(SINGLE, shards[SINGLE]), shards[SINGLE])
-        _write(here / INDEX, json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}).encode())
+        write(here / INDEX, json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}).encode())
     return shards
 
 
@@ -379,6 +382,10 @@ def _lines(fetched: Path) -> set[str]:
 def complete(path: str | Path) -> None:
     """Fetch all that is missing, for a program that reads whole files."""
     source, here = source_of(path), Path(path)
+    if source is not None and not source.shards:
+        raise ValueError(
+            f"{here} has no weights but those of a stage, from other peers; name a directory with the whole model"
+        )
     if source is not None:
         weights = Weights(here, source)
         for name, shard in shards_of((here / INDEX).read_bytes(), str(here / INDEX)).items():
@@ -393,7 +400,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """At once: nobody reads half of it."""
     draft = path.with_name(path.name + ".new")
     with draft.open("wb") as stream:
         stream.write(content)

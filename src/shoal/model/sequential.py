@@ -17,6 +17,7 @@ from shoal import importing
 from shoal.config import Config
 from shoal.model import weights
 from shoal.model.cut import next_token_loss, seeded, spans, targets
+from shoal.model.layers.dropout import Masks
 
 SETTING = "model.factory"
 MODEL_TYPE = "shoal_sequential"  # in a checkpoint's config.json; `shoal.Checkpoint(path).model()` gives the model
@@ -99,6 +100,7 @@ class SequentialStage:
         self.vocabulary: int | None = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._loss = loss
         self.compared: list[Tensor] = []
+        self.masks: Masks | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.config import Config, paired
-from shoal.model import sequential
+from shoal.model import lent, sequential
 from shoal.model.cut import (
     counted_pairs,
     cut,
@@ -34,6 +34,7 @@ from shoal.model.cut import (
 )
 from shoal.model.families import cuts, hf_config, model_class, plan_of
 from shoal.model.layers import adapters, balance, boundary, linear, pairs, vocabulary
+from shoal.model.layers.dropout import masks_of
 from shoal.model.weights import materialise
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -109,6 +110,7 @@ class HuggingFaceStage:
         self.vocabulary: int | None = model.config.vocab_size
         self.paired, self._beta = beta > 0, beta
         self.compared: list[Tensor] = []
+        self.masks = masks_of(model)
         layers: list[boundary.Layers] = list(getattr(model, boundary.ATTRIBUTE, {}).values())
         self._widen = next((each.widen for each in layers if each.widen is not None), None)
         self._narrow = next((each.narrow for each in layers if each.narrow is not None), None)
@@ -239,6 +241,7 @@ def hollow(config: Config, stage: int) -> HuggingFaceStage | sequential.Sequenti
     materialise(model, seed=config.run.seed, source=None)  # the tables of positions outside the blocks
     blocks = _insert(model, parts, config, stage)
     adapters.narrow(model, config)
+    adapters.encode(model, config)
     adapters.attach(model, config)
     return _stage(model.eval(), blocks, config, stage)
 
@@ -278,7 +281,12 @@ def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
     adapters.narrow(model, config)
     if config.tune.method == "full":
         return materialise(model, seed=config.run.seed, source=source or config.model.path or None)
-    materialise(model, seed=config.run.seed, source=config.model.path)
+    if lent.borrowed(config.model.path):
+        adapters.encode(model, config)
+        materialise(model, seed=config.run.seed, source=config.model.path, read=lent.fill)
+    else:
+        materialise(model, seed=config.run.seed, source=config.model.path)
+        adapters.encode(model, config)
     adapters.attach(model, config)
     if source or config.tune.adapter:
         adapters.load(model, source or config.tune.adapter)

@@ -26,8 +26,11 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 COLUMNS = 64  # of a vocabulary's matrix that are added up at a time: 64 MiB in fp64 of 128k tokens
 
 
-def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> None:
-    """Fill every parameter and buffer that is still in `model`, a Hugging Face model on the meta device."""
+def materialise(
+    model: PreTrainedModel, *, seed: int, source: str | None, read: Callable[[PreTrainedModel, str], None] | None = None
+) -> None:
+    """Fill every parameter and buffer that is still in `model`, a Hugging Face model on the meta device. `read`: fills parameters from
+    `source`; None: `load`."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for buffer in model.buffers():
@@ -37,7 +40,7 @@ def materialise(model: PreTrainedModel, *, seed: int, source: str | None) -> Non
         if next(model.parameters(), None) is not None:  # some of its parts are present
             model.tie_weights()  # to_empty has allocated tied weights twice
         if source is not None:
-            load(model, source)
+            (read or load)(model, source)
     for name, value in model.named_buffers():
         if value.is_floating_point() and value.isnan().any():
             raise ValueError(f"model.family = {model.config.model_type!r} does not compute its buffer {name}")

@@ -21,7 +21,7 @@ from shoal.core.consensus.validity import measured
 from shoal.core.leader.ledger import mean_rewards
 from shoal.core.messages import Account, Committed, HeldOut, Member, Phase, Rewards, Share, View
 from shoal.executor import create
-from shoal.executor.base import Executor, evaluate, prepare_thread, rewards
+from shoal.executor.base import Executor, draw, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import Delayed
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import counted, inputs
@@ -141,6 +141,9 @@ class Alone:
         for first in range(0, self._count, batch_size):
             indices = range(first, min(first + batch_size, self._count))
             batch = [self._dataset.microbatch(self.done, index) for index in indices]
+            draw(
+                self.executor, (self.done, first)
+            )  # the only one, but where a swapping stage takes several, which drops nothing
             losses += self._backward(batch)
             if self._settings.tokens:
                 tokens += sum(counted(part, paired(self._config)) for part in batch)
@@ -154,6 +157,7 @@ class Alone:
     def _measure(self) -> float | None:
         """The held-out loss with the newest parameters, as a run's last stage measures it. None: it is not due."""
         total, tokens = 0.0, 0
+        draw(self.executor, None)
         for index in range(self._count, self._settings.count(self.done)):
             batch = self._dataset.microbatch(self.done, index)
             counts = counted(batch, paired(self._config))

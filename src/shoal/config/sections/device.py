@@ -149,8 +149,8 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
         yield f"device.machine = {device.machine!r} is no machine of run.placement; try {advice}"
     if device.count > 1 and device.executor != "emulated":
         yield from _sharded_problems(device, train)
-    if device.compile and device.executor == "swapping":
-        yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
+    if device.executor == "swapping":
+        yield from _swapping_problems(device, run)
     if device.executor == "emulated":
         if train.local_steps > 1:
             yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"
@@ -159,6 +159,16 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
     else:
         why = f"device.executor = {device.executor!r} computes a real model"
         yield from without_effect(device, "device", _EMULATED, why)
+
+
+def _swapping_problems(device: Device, run: Run) -> Iterator[str]:
+    if device.compile:
+        yield "device.compile = true with device.executor = 'swapping', whose blocks change their tensors; leave it out"
+    if run.serve:
+        yield (
+            "device.executor = 'swapping' serves no texts: it has a part of its blocks on the device at a time, and each token would load"
+            " all of them; try device.executor=resident, or more run.stages"
+        )
 
 
 def _sharded_problems(device: Device, train: Train) -> Iterator[str]:

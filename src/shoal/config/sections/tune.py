@@ -13,7 +13,7 @@ from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
 
-_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "rslora", "dora", "quantize")
+_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "dropout", "rslora", "dora", "quantize", "lend")
 
 
 class Tune(Section, frozen=True):
@@ -37,6 +37,14 @@ class Tune(Section, frozen=True):
         tuple[Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.]+$")], ...],
         Meta(max_length=64, description="Linear layers with these names get adapters; [] means all within the blocks."),
     ] = ()
+    dropout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.9,
+            description="This share of what an adapter takes in is dropped in training, by (run.seed, step, microbatch, row, layer).",
+        ),
+    ] = 0.0
     rslora: Annotated[
         bool, Meta(description="The factor is alpha over the rank's square root (rsLoRA, arXiv 2312.03732).")
     ] = False
@@ -49,6 +57,19 @@ class Tune(Section, frozen=True):
             description="Frozen weights of linear layers are kept in train.dtype, or in 4.5 bits each (NF4 of QLoRA, arXiv 2305.14314)."
         ),
     ] = "none"
+    lend: Annotated[
+        bool,
+        Meta(
+            description="Peers give the frozen weights of their stage to machines that join without the model, if its licence allows that."
+        ),
+    ] = False
+    description: Annotated[
+        str,
+        Meta(
+            max_length=1 << 15,
+            description="What such machines have to know of the model; `shoal invite` writes it into an invite.",
+        ),
+    ] = ""
     beta: Annotated[
         float,
         Meta(
@@ -70,10 +91,22 @@ def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data)
         yield "tune.method = 'lora' adapts a trained model; name its directory with model.path"
     if tune.dora and tune.quantize != "none":
         yield f"tune.dora = true needs norms of the weights that tune.quantize = {tune.quantize!r} encodes; try tune.dora=false"
+    if tune.dropout:
+        yield from _dropout_problems(tune, device)
     if device.count > 1:
         yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
     if model.boundary != "none":
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"
+
+
+def _dropout_problems(tune: Tune, device: Device) -> Iterator[str]:
+    what = f"tune.dropout = {tune.dropout:g}"
+    if tune.dora:
+        yield f"{what} with tune.dora = true, whose norms are those of the whole input; set one of them to its default"
+    if device.executor == "swapping":
+        yield f"{what} with device.executor = 'swapping', which draws no masks; try device.executor=resident or tune.dropout=0"
+    if device.compile:
+        yield f"{what} with device.compile = true, whose blocks draw nothing; try device.compile=false or tune.dropout=0"
 
 
 def _pair_problems(tune: Tune, data: Data, device: Device) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A shard is named by its content, so that whoever has it can give it. The leader asks a peer of another place to keep a copy
 (CopyRequest, leader/saving.py), and a peer that finds a shard missing or damaged when it loads its stage downloads it from anybody
-(`repair`). One shard at a time, by the download of download.py; files are the driver's. For transfer.py.
+(`repair`). So does a peer without the model get its stage's frozen weights, from that stage's replicas alone. One shard at a time, by
+the download of download.py; files are the driver's. For transfer.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.core.messages import (
+    FROZEN,
     BlobRef,
     Chunk,
     ChunkRequest,
@@ -25,6 +27,7 @@ from shoal.core.messages import (
     Lack,
     Manifest,
     Nobody,
+    Note,
     Offer,
     OfferShard,
     Peer,
@@ -49,6 +52,9 @@ READERS = 64  # requests for a shard that is being read for its manifest
 PATIENCE_BEATS = 120  # without a chunk, after which a copy is given up: another place may do better
 
 
+Key = tuple[int, int, str]  # step, stage, shard
+
+
 class Job(msgspec.Struct, frozen=True):
     """A shard to be downloaded. `leader`: who asked for a copy; '' of a repair."""
 
@@ -63,12 +69,12 @@ class ShardDonor:
 
     def __init__(self, serial: Iterator[int]) -> None:
         self._serial = serial
-        self._manifests: dict[tuple[int, str], Manifest] = {}  # (step, shard)
-        self._offering: dict[str, tuple[tuple[int, str], list[tuple[Peer, StateRequest]]]] = {}  # by task
+        self._manifests: dict[Key, Manifest] = {}
+        self._offering: dict[str, tuple[Key, list[tuple[Peer, StateRequest]]]] = {}  # by task
         self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
 
     def on_state_request(self, peer: Peer, request: StateRequest) -> list[Command]:
-        key = request.since, request.shard
+        key = request.since, request.stage, request.shard
         if key in self._manifests:
             return [Send(peer, _offer(request, self._manifests[key]))]
         for offered, waiting in self._offering.values():
@@ -83,7 +89,7 @@ class ShardDonor:
         return [Do(OfferShard(task, request.since, request.stage, request.shard))]
 
     def on_chunk_request(self, peer: Peer, request: ChunkRequest) -> list[Command]:
-        manifest = self._manifests.get((request.step, request.shard))
+        manifest = self._manifests.get((request.step, request.stage, request.shard))
         if manifest is None or request.chunk >= len(manifest.sizes):
             return [Send(peer, _chunk(request, gone=True))]
         running = [one for reader, one in self._reading.values() if reader == peer]
@@ -112,7 +118,7 @@ class ShardDonor:
             return [Send(peer, _offer(request, Manifest((), ()))) for peer, request in waiting]
         if failed.id in self._reading:
             peer, request = self._reading.pop(failed.id)
-            self._manifests.pop((request.step, request.shard), None)
+            self._manifests.pop((request.step, request.stage, request.shard), None)
             return [Send(peer, _chunk(request, gone=True))]
         return []
 
@@ -137,6 +143,11 @@ class Copier:
     @property
     def deadline(self) -> float | None:
         return soonest(self._downloader.retry_at)
+
+    @property
+    def loaded(self) -> int:
+        """Chunks that are here of what a state waits for."""
+        return self._downloader.loaded if self._job is not None and not self._job.leader else 0
 
     def on_view(self, view: View, now: float) -> list[Command]:
         """What an older epoch wanted is void; nobody that is not in the view has anything to give."""
@@ -174,12 +185,15 @@ class Copier:
         self._queue = [job for job in self._queue if not job.leader or job.shard.step == step]
         self._saved = {key: saved for key, saved in self._saved.items() if key[:2] == (epoch, step)}
 
-    def repair(self, lacks: tuple[Lack, ...], epoch: int, step: int, now: float) -> list[Command]:
+    def repair(self, lacks: tuple[Lack, ...], view: View, step: int, now: float) -> list[Command]:
         """Download these shards from whoever has them: before any copy, for which nobody waits."""
-        assert self._view is not None
+        self._view = view
         self.stop_repair()
-        holders = _present(self._view, tuple(m.peer for m in self._view.members + self._view.joining), but=self._name)
-        jobs = [Job(Shard(step, lack.stage, lack.shard), epoch, holders) for lack in lacks]
+        jobs = []
+        for lack in lacks:
+            present, frozen = view.members + view.joining, lack.shard == FROZEN
+            holders = tuple(m.peer for m in present if m.peer != self._name and (not frozen or m.stage == lack.stage))
+            jobs.append(Job(Shard(0 if frozen else step, lack.stage, lack.shard), view.epoch, holders))
         self._queue = [*jobs, *self._queue]
         return self._go_on(now)
 
@@ -192,7 +206,8 @@ class Copier:
     def tick(self, now: float) -> list[Command]:
         if not self._downloader.due(now) or self._job is None or self._task:
             return []
-        if now - self._chunk_at >= PATIENCE_BEATS * self._settings.heartbeat_s:
+        patient = self._job.shard.shard == FROZEN  # no other place will do better, and a slow line takes its time
+        if not patient and now - self._chunk_at >= PATIENCE_BEATS * self._settings.heartbeat_s:
             return self._fail(f"no chunk of it has arrived for {now - self._chunk_at:.0f} s", now)
         return self._downloader.give_up_late(now) if self._downloader.has_donors else self._request(now)
 
@@ -234,7 +249,7 @@ class Copier:
     def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
         if self._task and failed.id == self._task:
             downloaded, self._task = self._downloader.complete, ""
-            return self._fail(failed.reason, now) if downloaded else self._begin(now)
+            return self._fail(failed.reason, now) if downloaded else self._begin(failed.held, now)
         if not self._downloader.is_checking(failed.id):
             return None
         return self._fail(failed.reason, now)  # not its donor's fault: no room, say
@@ -253,12 +268,12 @@ class Copier:
         self._downloader.retry_at = None
         return [Do(RunCopy(self._task, shard.step, shard.stage, shard.shard, shard.record))]
 
-    def _begin(self, now: float) -> list[Command]:
-        """It is not here: download it."""
+    def _begin(self, held: tuple[str, ...], now: float) -> list[Command]:
+        """It is not here, but for the chunks with these hashes: download it."""
         job, view = self._job, self._view
         assert job is not None and view is not None
         holders = _present(view, job.holders, but=self._name)
-        self._downloader.begin(Target(job.epoch, job.shard.stage, (job.shard.stage,), job.shard, holders))
+        self._downloader.begin(Target(job.epoch, job.shard.stage, (job.shard.stage,), job.shard, holders), held)
         self._chunk_at = now
         return self._request(now) if holders else self._fail("no other peer is here", now)
 
@@ -274,7 +289,9 @@ class Copier:
         self._drop()
         if not job.leader:
             self.repaired = "" if all(one.leader for one in self._queue) else None
-            return self._go_on(now)
+            frozen = job.shard.shard == FROZEN
+            note = [Note("state", f"the frozen weights of stage {job.shard.stage} are here")] if frozen else []
+            return [*note, *self._go_on(now)]
         shard = job.shard
         saved = Saved(job.epoch, shard.step, shard.stage, record or shard.record, shard=shard.shard)
         self._saved[job.epoch, shard.step, shard.stage] = saved

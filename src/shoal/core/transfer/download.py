@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.core.latency import Latency
 from shoal.core.messages import (
+    FROZEN,
     BlobRef,
     CheckChunk,
     Chunk,
@@ -46,7 +47,8 @@ DOUBLED = 4  # and twice as long, at most so many times, after each donor given 
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """A shard of the checkpoint of `step`, named by its content. `record`: what its files are; '' if the checkpoint's marker says so."""
+    """A shard of the checkpoint of `step`, named by its content, or frozen weights. `record`: what its files are; '' if the checkpoint's
+    marker says so."""
 
     step: int
     stage: int
@@ -79,11 +81,11 @@ class Download(msgspec.Struct):
     step: int
     manifest: Manifest
     wanted: list[int]
-    donors: dict[Peer, None]
+    have: set[int]
+    donors: dict[Peer, None] = {}
     open: dict[int, tuple[Peer, float]] = {}
     given_up: dict[tuple[int, Peer], float] = {}  # when that chunk was requested of that peer, which may still send it
     checking: dict[str, tuple[int, Peer]] = {}
-    have: set[int] = set()
 
     def holds(self, chunk: int) -> bool:
         """It is here, if its hash is right."""
@@ -107,6 +109,7 @@ class Downloader:
         self._shunned: set[Peer] = set()  # donors that failed, not used again while there are others
         self._usual = Latency()  # seconds from requesting a chunk to receiving it
         self._misses = 0  # donors given up since the last chunk arrived
+        self._held: frozenset[str] = frozenset()  # chunks of the target, by hash, that are here from before
 
     @property
     def loaded(self) -> int:
@@ -124,9 +127,10 @@ class Downloader:
 
     # ---------------------------------------------------------------------------------------------- the download
 
-    def begin(self, target: Target) -> None:
+    def begin(self, target: Target, held: tuple[str, ...] = ()) -> None:
+        """`held`: hashes of chunks that are here from an earlier download."""
         self.abandon()
-        self.target = target
+        self.target, self._held = target, frozenset(held)
 
     def abandon(self) -> None:
         """Forget the target and the chunks."""
@@ -196,7 +200,7 @@ class Downloader:
                 return []
             self.current = None  # no donor has that version any more
         if self.current is None:
-            self.current = Download(source, sum(self.whole), offer.step, offer.manifest, list(range(len(sizes))), {})
+            self.current = Download(source, sum(self.whole), offer.step, offer.manifest, *self._parted(hashes))
         self.current.donors[peer] = None
         return self.go_on(now)
 
@@ -269,6 +273,13 @@ class Downloader:
 
     # --------------------------------------------------------------------------------------------------- private
 
+    def _parted(self, hashes: tuple[str, ...]) -> tuple[list[int], set[int]]:
+        """The chunks to request, and those that are here. One is requested at least: what follows a download follows its last chunk."""
+        have = {chunk for chunk, digest in enumerate(hashes) if digest in self._held}
+        if len(have) == len(hashes):
+            have.remove(len(hashes) - 1)
+        return [chunk for chunk in range(len(hashes)) if chunk not in have], have
+
     @property
     def _source(self) -> int:
         """The stage whose state comes next."""
@@ -309,7 +320,9 @@ class Downloader:
             current.given_up[chunk, peer] = current.open.pop(chunk)[1]
         current.wanted = sorted({*current.wanted, *lost})
         have = f"{len(current.have)} of {len(current.manifest.sizes)} chunks are here"
-        note = Note("state", f"no more of version {current.step} from {peer}: {why}; {have}")
+        lent = self.target is not None and self.target.shard == FROZEN
+        what = "the frozen weights" if lent else f"version {current.step}"
+        note = Note("state", f"no more of {what} from {peer}: {why}; {have}")
         if current.donors:
             return [note, *self.go_on(now)]
         self.retry_at = now + self._settings.heartbeat_s

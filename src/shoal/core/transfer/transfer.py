@@ -1,5 +1,6 @@
 """How a peer obtains the state of its stage.
 
+A machine without the model first gets the frozen weights of its stage from the stage's replicas (`Settings.borrows`).
 Before the first step the state is built from the seed, or from the checkpoint that the run resumes (Init). Later it is downloaded
 (download.py) and imported once it is whole and verified (Import); a stage without replicas may be made from its two neighbours (Blend).
 A download goes on while the run commits steps: those are applied afterwards (catch_up.py), so that it begins anew only when its version
@@ -13,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from shoal.core.messages import (
+    FROZEN,
     Blend,
     BlobRef,
     Chunk,
@@ -100,8 +102,8 @@ class StateTransfer:
 
     @property
     def loaded(self) -> int:
-        """Chunks that are here, of a state on its way."""
-        return self.downloader.loaded
+        """Chunks that are here, of a state on its way or of frozen weights."""
+        return self.downloader.loaded + self._copier.loaded
 
     # ------------------------------------------------------------------------------------------------ what to do
 
@@ -174,11 +176,23 @@ class StateTransfer:
         """Build the state if all peers can, else request it of the stage's replicas."""
         view, target = self._view, self.downloader.target
         assert view is not None and target is not None
+        frozen = Lack(target.stage, FROZEN)
+        if self._settings.borrows and frozen not in self._brought:
+            why = f"this machine has no model, and stage {target.stage} needs its frozen weights"
+            return self._bring(Failed("", why, lacks=(frozen,)), now)
         self.downloader.wait(now)
         if view.step == self._settings.first_step or not (view.started or view.kept):
             undone = view.epoch if view.undoing is not None and view.undoing.epoch == view.epoch else 0
             return self._start(Init(self._id(), target.stage, view.step, void_before=undone))
         return self.downloader.request(view, self._server.since)
+
+    def _bring(self, failed: Failed, now: float) -> list[Command]:
+        """Download what it lacks, then go on."""
+        assert self._view is not None
+        self._brought |= set(failed.lacks)
+        self._unloadable, self.downloader.retry_at = failed, None
+        note = Note("state", f"asks the others for what is missing here: {failed.reason}")
+        return [note, *self._repaired(self._copier.repair(failed.lacks, self._view, self._build.step, now), now)]
 
     def _repaired(self, commands: list[Command], now: float) -> list[Command]:
         """What Init lacked is here, so that it is tried again; or nobody has it, and the leader has to know."""
@@ -268,14 +282,9 @@ class StateTransfer:
             self.downloader.start_over(now)
             target = self.downloader.target
             again = self._brought.issuperset(failed.lacks)  # it was brought, and is not whole all the same
-            self._brought = set() if again else self._brought | set(failed.lacks)
+            self._brought = set() if again else self._brought
             if failed.lacks and target is not None and not again:
-                self._unloadable, self.downloader.retry_at = failed, None
-                note = Note("state", f"asks the others for what is missing here: {failed.reason}")
-                return [
-                    note,
-                    *self._repaired(self._copier.repair(failed.lacks, target.epoch, self._build.step, now), now),
-                ]
+                return self._bring(failed, now)
             return self._cannot_load(failed, failed.reason)
         if self.downloader.is_checking(failed.id):
             return self.downloader.on_wrong(failed.id, failed.reason, now)

@@ -190,6 +190,7 @@ class _Called:
         self.named_parameters, self.named_frozen = stage.named_parameters, stage.named_frozen
         self.frozen, self.infer = stage.frozen, stage.infer
         self.paired, self.compared, self.reference = stage.paired, stage.compared, stage.reference
+        self.masks = stage.masks
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ class FrozenWeights:
         shape, dtype = self.kinds[name]
         return start[: self.sizes[name]].view(dtype).view(shape)
 
+    def named(self) -> dict[str, Tensor]:
+        """All of them."""
+        return {name: self.shaped(self.flat[start:], name) for name, start in self._starts.items()}
+
     def pieces(self, names: Sequence[str]) -> list[tuple[int, int]]:
         """Where each lies in `flat`, and how many bytes it takes with the gap behind it."""
         return [(self._starts[name], memory.padded(self.sizes[name])) for name in names]

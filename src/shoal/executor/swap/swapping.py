@@ -101,6 +101,9 @@ class Swapping:
         self._master.load_state(state)
         self.refresh()
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        return self._host.frozen.named()
+
     def digest(self) -> str:
         return with_base(self._master.digest(), self.base)
 

@@ -29,6 +29,7 @@ from typing import IO
 
 import msgspec
 
+from shoal import config as configuration
 from shoal import trace
 from shoal.config import Config, microbatches
 from shoal.core.messages import Peer, View
@@ -197,6 +198,13 @@ def make_anew(directory: Path, files: Mapping[str, bytes], claim: IO[str]) -> IO
     return claim
 
 
+def _served(directory: Path) -> bool:
+    """The run of that directory trained nothing, so that there is nothing to go on with."""
+    with contextlib.suppress(ValueError, OSError):
+        return configuration.load(directory / "config.toml").run.serve
+    return False
+
+
 def set_aside(directory: Path, but: str = "") -> None:
     """A new run begins with an empty directory; what an earlier one of that name left is kept under another. `but`: a folder that stays."""
     if directory.exists() and any(directory.iterdir()):
@@ -207,7 +215,7 @@ def set_aside(directory: Path, but: str = "") -> None:
         killed = ours and (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
         os.rename(directory, old)
         print(f"what was in {directory} is now in {old}")
-        if killed:
+        if killed and not _served(old):
             print(f"that run was killed; to go on with it, name it {directory.name} again and add --resume")
         if but:
             directory.mkdir()

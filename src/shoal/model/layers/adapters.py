@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
 from shoal.model.layers import nf4
+from shoal.model.layers.dropout import Dropout, Masks
 from shoal.model.remote import name_of
 from shoal.model.weights import reader, shard_of, tensors_of
 
@@ -45,6 +46,7 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
         target_modules=list(tune.targets) or "all-linear",
         use_rslora=tune.rslora,
         use_dora=tune.dora,
+        lora_dropout=tune.dropout,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base or None,
     )
@@ -57,17 +59,22 @@ def narrow(model: PreTrainedModel, config: Config) -> None:
             value.data = value.data.to(DTYPES[config.train.dtype])
 
 
+def encode(model: PreTrainedModel, config: Config) -> None:
+    """Linear layers that are not trained, as tune.quantize says, from their weights."""
+    if config.tune.method != "full" and config.tune.quantize == "nf4":
+        nf4.encode(model, model.get_output_embeddings())
+
+
 def attach(model: PreTrainedModel, config: Config) -> None:
     """Insert adapters, in fp32, into the parts that `model` has, whose weights are filled, and freeze the rest. ValueError: none of the
     layers named in tune.targets is there."""
     if config.tune.method == "full":
         return
     lora = settings(config.tune)
-    if config.tune.quantize == "nf4":
-        nf4.encode(model, model.get_output_embeddings())
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
+    masks = Masks(config.run.seed, config.tune.dropout)
     try:
         inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
@@ -78,6 +85,8 @@ def attach(model: PreTrainedModel, config: Config) -> None:
                 f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; name other layers, such as "
                 'tune.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
             )
+        if config.tune.dropout:
+            module.lora_dropout[ADAPTER] = Dropout(masks, name)
         for value in module.parameters():
             if value.requires_grad:
                 value.data = value.data.float()

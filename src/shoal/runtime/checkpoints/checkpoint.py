@@ -74,10 +74,10 @@ class Lacking(ValueError):
 
 
 class Unloadable(ValueError):
-    """A checkpoint is damaged, gone or foreign. `older`: the step of the newest older one that can be read, 0 for none. `lacks`: what
-    would have to be brought from other places."""
+    """A checkpoint is damaged, gone or foreign. `older`: the step of the newest older one that can be read, 0 for none; None where it is
+    not the checkpoint's fault. `lacks`: what would have to be brought from other places."""
 
-    def __init__(self, reason: str, older: int, lacks: tuple[Lack, ...] = ()) -> None:
+    def __init__(self, reason: str, older: int | None, lacks: tuple[Lack, ...] = ()) -> None:
         super().__init__(reason)
         self.older, self.lacks = older, lacks
 

@@ -51,7 +51,10 @@ def torn(file: Path) -> str:
 
 
 def fingerprint(place: Path) -> str:
-    """Of the weights of a model, by both ends of each tensor, however they are shared out among files; '' where they are not whole."""
+    """Of the weights of a model, by both ends of each tensor, however they are shared out among files; '' where they are not whole. Of a
+    model that other peers have, what they say."""
+    if (source := remote.source_of(place)) is not None and source.base:
+        return source.base
     try:
         tensors = {name: text for shard in shards(place) for name, text in _described(place / shard)}
     except (OSError, ValueError):

@@ -12,6 +12,7 @@ import logging
 from shoal.config import Config
 from shoal.core.messages import Apply, Blend, Done, Failed, Import, Init, RunBackward, RunForward, Task
 from shoal.executor import base
+from shoal.runtime import frozen
 from shoal.runtime.checkpoints import checkpoint
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Failures:
         if isinstance(error, ValueError | OSError):
             reason = str(error)[:REASON_LENGTH] or type(error).__name__
             lost, nonfinite = isinstance(error, DoesNotFit), isinstance(error, base.NotFinite)
-            return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older, lacks=lacks)
+            held = error.held if isinstance(error, frozen.Incomplete) else ()
+            return Failed(task.id, reason, lost=lost, nonfinite=nonfinite, older=older, lacks=lacks, held=held)
         log.error("%s failed", task, exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         if isinstance(error, base.DeviceLost) or not base.alive(self._config):

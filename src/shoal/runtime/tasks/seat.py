@@ -12,6 +12,7 @@ from shoal.core.messages import Blend, CheckChunk, Import, Result
 from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
 from shoal.numerics.blend import blend
+from shoal.runtime.frozen import OtherBase
 from shoal.runtime.state import Copy, check_chunk, join, raw
 from shoal.runtime.tasks.texts import Texts
 
@@ -110,7 +111,7 @@ def _state(
     if note != _note(stage, step):
         raise ValueError(f"the downloaded state is of {note}, not of {_note(stage, step)}")
     if base is not None and theirs != base:
-        raise ValueError(
+        raise OtherBase(
             f"the downloaded adapters belong to other frozen weights ({theirs[:16]}, here {base[:16]}); is model.path the run's model?"
         )
     return state

@@ -53,13 +53,12 @@ from shoal.core.messages import (
     WriteChunk,
 )
 from shoal.executor import create
-from shoal.executor.base import Executor, device_of, evaluate, prepare_thread, rewards
+from shoal.executor.base import Executor, device_of, draw, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
 from shoal.runtime.checkpoints import checkpoint, marker
-from shoal.runtime.checkpoints.copies import Copies
 from shoal.runtime.data.dataset import Dataset
-from shoal.runtime.state import Copy, raw
+from shoal.runtime.state import Copy
 from shoal.runtime.tasks import checking, coding
 from shoal.runtime.tasks.blobs import Blobs
 from shoal.runtime.tasks.borders import Borders
@@ -69,6 +68,7 @@ from shoal.runtime.tasks.kinds import Kinds, checked, sendable
 from shoal.runtime.tasks.lane import Lane
 from shoal.runtime.tasks.outgoing import Outgoing
 from shoal.runtime.tasks.seat import Download, Seat, Snapshots
+from shoal.runtime.tasks.shards import Shards
 from shoal.runtime.tasks.sums import Sums
 from shoal.traffic import StoredBytes
 from shoal.transport.base import Blob
@@ -105,7 +105,6 @@ class TaskRunner:
         prepare_thread(config)  # for the driver's thread, which checks blobs; each lane needs it again
         self._dataset = dataset
         self._borders = Borders(config, dataset)
-        self._store = store
         self._make = make
         self._seat: Seat | None = None
         self._sums = Sums(config)
@@ -114,6 +113,7 @@ class TaskRunner:
         self._snapshots = Snapshots()
         self._download = Download()
         self._failures = Failures(config)
+        self._shards = Shards(config, store)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
         self._stepped.set()
         self._kinds = Kinds(config)
@@ -124,7 +124,7 @@ class TaskRunner:
     @property
     def place(self) -> str:
         """Names where checkpoints are written; '' when nothing can be."""
-        return self._store.place if self._store is not None else ""
+        return self._shards.store.place if self._shards.store is not None else ""
 
     # -------------------------------------------------------------------------------------------------------- blobs
 
@@ -233,12 +233,8 @@ class TaskRunner:
                 raise Later("write", lambda: self._write(task, lambda: self._save(task, copy)))
             case RunPublish():
                 return self._write(task, lambda: self._publish(task))
-            case OfferShard() | RunCopy():
-                return self._copies.carry_out(task)
-            case ReadShard():
-                return self._keep(task.out, torch.frombuffer(self._copies.read(task), dtype=torch.uint8))
-            case WriteChunk():
-                return Result(nbytes=self._copies.write(task, raw(take(task.blob))))
+            case OfferShard() | RunCopy() | ReadShard() | WriteChunk():
+                return self._shards.run(task, take, self._keep)
 
     def _taker(self, held: dict[str, Held]) -> Take:
         def take(name: str, device: str = "cpu") -> torch.Tensor:
@@ -281,6 +277,7 @@ class TaskRunner:
 
     def _forward(self, task: RunForward, x: torch.Tensor) -> torch.Tensor:
         executor = self._computing(task.stage, task.step)
+        draw(executor, None if task.heldout else (task.step, task.index))
         if task.heldout:
             y = evaluate(executor, self._borders.input(task, x), None)
             assert isinstance(y, torch.Tensor)
@@ -289,6 +286,7 @@ class TaskRunner:
 
     def _backward(self, task: RunBackward, x: torch.Tensor, grad: torch.Tensor | None) -> Result:
         executor = self._computing(task.stage, task.step)
+        draw(executor, None if task.heldout else (task.step, task.index))
         first, last = task.stage == 0, task.stage == self._config.run.stages - 1
         tokens = (x if first else grad) if last else None
         if task.heldout:
@@ -308,6 +306,7 @@ class TaskRunner:
     def _recompute(self, task: RunCheck, take: Take) -> Result:
         self._outgoing.check()
         device, executor = self._outgoing.device, self._computing(task.stage, task.step)
+        draw(executor, (task.step, task.index))
         grad = take(task.grad, device) if task.grad else None
         return checking.check(
             task, executor, self._borders, self._config, (take(task.x, device), grad, take(task.result, device))
@@ -416,26 +415,30 @@ class TaskRunner:
         self._seat = None  # two stages may not fit beside each other
         self._sums.void(seat=True)
         self._snapshots.clear()
+        with self._shards.frozen.building(task.stage):
+            executor = self._built(task)
+        executor.zero(task.step)
+        self._seat = Seat(executor, task.stage, task.step)
+        self._shards.frozen.serve(task.stage, executor)
+        return Result(digest=executor.digest(), length=executor.length)
+
+    def _built(self, task: Init | Import | Blend) -> Executor:
         try:
             executor = self._make(self._config, task.stage)
         except ValueError as error:
             raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
         if isinstance(task, (Import, Blend)):
             self._download.load(executor, task)
-        elif task.step or task.void_before:
+        else:
             self._begin_with(task, executor)
-        executor.zero(task.step)
-        self._seat = Seat(executor, task.stage, task.step)
-        return Result(digest=executor.digest(), length=executor.length)
+        return executor
 
     def _begin_with(self, task: Init, executor: Executor) -> None:
         """The state of that version, from a checkpoint but for version 0."""
-        if self._store is not None and task.void_before:
-            self._store.delete_undone(task.step, task.void_before)
+        if task.void_before and self._shards.store is not None:
+            self._shards.store.delete_undone(task.step, task.void_before)
         if task.step:
-            if self._store is None:
-                raise ValueError(f"no place for checkpoints is known, so none of step {task.step} can be read")
-            executor.load_state(self._store.load(task.step, executor.state()))
+            executor.load_state(self._shards.place().load(task.step, executor.state()))
 
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
@@ -452,7 +455,9 @@ class TaskRunner:
         try:
             return work()
         except OSError as error:
-            raise OSError(f"writing the checkpoint of step {task.step} to {self._place().url}: {error}") from error
+            raise OSError(
+                f"writing the checkpoint of step {task.step} to {self._shards.place().url}: {error}"
+            ) from error
 
     def _kept_copy(self, step: int) -> Copy:
         """What Apply kept of that version, or a copy made now, while the parameters are still those."""
@@ -467,13 +472,13 @@ class TaskRunner:
 
     def _save(self, task: RunSave, copy: Copy) -> Result:
         state = {name: value for name, value in copy.state.items() if not name.startswith(PREVIOUS)}
-        record = self._place().write_shard(task.step, task.stage, self._config.run.stages, state)
+        record = self._shards.place().write_shard(task.step, task.stage, self._config.run.stages, state)
         self._snapshots.saved(copy)
         files = checkpoint.RECORDS.decode(record)
         return Result(record=record, digest=marker.content_of((files.model, files.optimizer)))
 
     def _publish(self, task: RunPublish) -> Result:
-        store = self._place()
+        store = self._shards.place()
         path = store.publish(task.step, task.records, self._about, task.copies, task.epoch)
         try:
             store.delete_undone(task.step, task.epoch)
@@ -486,12 +491,3 @@ class TaskRunner:
     def _about(self) -> checkpoint.About:
         digest, note = (self._dataset.digest, self._dataset.describe) if self._dataset else ("", "none")
         return checkpoint.about(self._config, digest, note)
-
-    @cached_property
-    def _copies(self) -> Copies:
-        return Copies(self._place(), self._config.run.stages)
-
-    def _place(self) -> checkpoint.Store:
-        if self._store is None:
-            raise ValueError("this peer knows no place for checkpoints")
-        return self._store
