@@ -283,7 +283,14 @@ def views(folder: Path) -> list[Seen]:
     return [first[number] for number in sorted(first)]
 
 
-def played(kind: str, config: Config, answers: m.KnownAnswers, seconds: float) -> Outcome:
+def played(
+    kind: str,
+    config: Config,
+    answers: m.KnownAnswers,
+    seconds: float,
+    enough: Callable[[list[Seen]], bool] = lambda seen: False,
+) -> Outcome:
+    """For so many seconds, or until what was seen is `enough`."""
     with tempfile.TemporaryDirectory() as name:
         folder, authority, processes = Path(name), Authority.new(), list[int]()
         try:
@@ -300,7 +307,8 @@ def played(kind: str, config: Config, answers: m.KnownAnswers, seconds: float) -
                 if not number:
                     addresses = waited(lambda: listening(folder / "0.json"), LISTENING_S, folder)[1]
             began_s = waited(lambda: next((one.at_s for one in views(folder) if one.started), None), START_S, folder)
-            time.sleep(max(0.0, began_s + seconds - time.monotonic()))
+            while time.monotonic() < began_s + seconds and not enough(views(folder)):
+                time.sleep(0.2)
             liar = waited(lambda: listening(folder / f"{LIAR}.json"), LISTENING_S, folder)[0]
         finally:
             for process in processes:
