@@ -46,6 +46,8 @@ LINES = {
     "even": line("200 Mbit/s", "50 ms"),
     "20": line("20 Mbit/s", "50 ms"),
     "50": line("50 Mbit/s", "50 ms"),
+    "50-5ms": line("50 Mbit/s", "5 ms"),
+    "50-150ms": line("50 Mbit/s", "150 ms"),
     "100": line("100 Mbit/s", "50 ms"),
     "500": line("500 Mbit/s", "50 ms"),
     "1000": line("1000 Mbit/s", "50 ms"),

@@ -94,7 +94,7 @@ def predicted(config: Config, stages: dict[str, int], delays: dict[tuple[str, st
         config.train.batch,
         configuration.inflight(config.run),
     )
-    machines = from_matrices(devices, delay_s, np.full(delay_s.shape, 1e12))
+    machines = from_matrices(devices, delay_s, np.full(delay_s.shape, 1e12)).over_tcp()
     return seats.microbatches / predict(seats, machines, np.random.default_rng(0)).step_s
 
 

@@ -87,8 +87,8 @@ class Hosts:
                 host, words, cwd=place, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
 
-    def found(self, peers: int) -> None:
-        words = (str(overhead.LAB), "--here", "1", f"run.peers={peers}", *SETTINGS)
+    def found(self, peers: int, *settings: str) -> None:
+        words = (str(overhead.LAB), "--here", "1", f"run.peers={peers}", *SETTINGS, *settings)
         self.start(HOSTS[0], "run", *words)
         self.invite = wait_for_invite(self.folder / HOSTS[0] / "out.log", self.processes[HOSTS[0]])
 

@@ -34,6 +34,7 @@ from shoal.core.messages import (
     Find,
     Finish,
     Found,
+    LineMeasured,
     Note,
     Peer,
     Received,
@@ -48,7 +49,7 @@ from shoal.traffic import StoredBytes, Traffic
 
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
-AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | SaveAsked | Barred
+AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | SaveAsked | Barred | LineMeasured
 AnyCommand = Send | Drop | Note | Finish | Find | Do
 
 

@@ -48,7 +48,9 @@ def test_a_measured_cluster_is_read_back_with_each_direction_of_its_own(tmp_path
     machines = [Machine("lab-0", GPU, 1.25e6, 2.5e6), Machine("lab-1", GPU)]
     links = [MeasuredLink("lab-0", "lab-1", 0.02, 1e6), MeasuredLink("lab-1", "lab-0", 0.03, 2e6)]
     file = tmp_path / "cluster.toml"
-    file.write_text(cluster_text(machines, links, ("measured",)))
+    text = cluster_text(machines, links, ("measured",))
+    assert "\ntcp = true" in text, "these are real lines"
+    file.write_text(text.replace("tcp = true", "tcp = false"))
     read_back = cluster.read(file)
     assert [device.name for device in read_back.devices] == ["lab-0", "lab-1"]
     assert (read_back.devices[0].up_Bps, read_back.devices[0].down_Bps, read_back.devices[1].up_Bps) == (

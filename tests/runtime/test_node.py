@@ -30,6 +30,7 @@ from shoal.core.messages import (
     GatherChunk,
     Heartbeat,
     Lead,
+    LineMeasured,
     Member,
     Message,
     Override,
@@ -556,6 +557,22 @@ def test_what_is_dropped_of_peers_in_no_view_would_have_changed_nothing(kind: ty
         plain = other.handle(Received(peer=STRANGER, message=message), 100.01)
         assert one.handle(event, 100.01) == plain, message
         assert admissible(one, Incoming(one.name, message)) is message, "a peer of the view is heard"
+
+
+def test_a_lines_rate_is_reported_when_it_changes_by_a_step_of_19_percent(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, heard = swarm.nodes[0], list[LineMeasured]()
+
+    def hear(line: LineMeasured) -> None:
+        node.machine.heartbeat.line = line
+        heard.append(line)
+
+    monkeypatch.setattr(node, "handle", hear)
+    for up_Bps in (0.0, 2.5e6, 2.6e6, 0.7e6, 0.7e6):
+        monkeypatch.setattr(node.transport, "line_Bps", lambda up_Bps=up_Bps: (up_Bps, 0.0))
+        node._measure_line()
+    assert [(each.up_kBps, each.down_kBps) for each in heard] == [(2435, 0), (724, 0)]
 
 
 def test_large_messages_of_peers_in_no_view_cost_nothing(swarm: Swarm) -> None:

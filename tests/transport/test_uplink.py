@@ -70,6 +70,7 @@ def test_a_line_is_filled_and_control_waits_for_the_allowance(rate_MBps: float, 
     got_MBps, wait_s = line.run(5.0)
     assert got_MBps > 0.95 * rate_MBps
     assert wait_s < 1.5 * allowed_s(max(trips_s)) + LEAST_WINDOW_BYTES / rate_MBps / MB
+    assert line.window.busy.rate_Bps(line.now) == pytest.approx(rate_MBps * MB, rel=0.2), "and so it is known"
 
 
 def test_bytes_that_are_sent_again_do_not_close_it() -> None:
@@ -118,3 +119,4 @@ def test_it_does_not_grow_while_it_is_not_used() -> None:
     for index in range(1000):
         window.acknowledged([Acknowledged(1000, 0.1, 0.1)], index * 0.1)
     assert window.size_bytes < 1 << 20
+    assert window.busy.rate_Bps(100.0) == 0.0, "what a line carries that is not full says nothing of it"

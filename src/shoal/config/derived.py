@@ -118,6 +118,8 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         stage_seconds=run.stage_seconds,
         spot_checks=run.spot_checks,
         spot_tolerance=spot_tolerance(config),
+        averaging_bytes=codec.bytes_per_value(config.network.averaging, 4.0),
+        join_slowdown=run.join_slowdown,
         averaging_error=codec.LOST[config.network.averaging],
         piece_values=min(run.averaging_memory_bytes // ROUND_COPIES, config.network.max_tensor_bytes) // 4,
         home=run.stages == 1 and not run.routes,

@@ -37,6 +37,7 @@ MOST_SCORES = 1024  # of the likeliest next tokens
 ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
 FROZEN = "frozen"  # a stage's weights that are not trained, as its replicas hold them: of no step, and of no checkpoint
 
+TURNS = 8  # of a replica with a line as wide as its stage's others'
 MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
 
 
@@ -62,13 +63,15 @@ class Command(msgspec.Struct, frozen=True, tag=True, gc=False):
 class Member(Value, frozen=True):
     """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again.
     `seat`: its number in the run's plan; -1 of a peer that the plan does not know. `since`: number of the view that made it a member.
-    A peer may leave and come back in one step and get its microbatches back: what it asked for before is void."""
+    A peer may leave and come back in one step and get its microbatches back: what it asked for before is void.
+    `turns`: of TURNS, that it has among its stage's replicas, as its line is narrow."""
 
     peer: Peer
     stage: Stage
     back: bool = False
     seat: Seat = -1
     since: Count = 0
+    turns: Annotated[int, msgspec.Meta(ge=0, le=TURNS)] = TURNS
 
 
 class Share(Value, frozen=True):
@@ -76,7 +79,7 @@ class Share(Value, frozen=True):
 
     peer: Peer
     indices: tuple[Index, ...]
-    line_rate: Count = 0  # of its line, as planned: kB/s; 0: not known
+    line_rate: Count = 0  # of its line, as planned or measured: kB/s; 0: not known
 
 
 class Holding(Value, frozen=True):
@@ -383,6 +386,10 @@ class Heartbeat(Wire, frozen=True):
     place: Digest = (
         ""  # where I write checkpoints: peers that name the same one share it; "": nothing can be written there
     )
+    up_kBps: Count = 0  # what my line has carried lately while bulk waited for it; 0: not known
+    down_kBps: Count = 0
+    gradient: Count = 0  # values of my stage's flat gradient; 0: I hold no state
+    tensor_bytes: Count = 0  # of a boundary tensor here; 0: none has come yet
 
 
 class KnownAnswers(Value, frozen=True):
@@ -1217,6 +1224,13 @@ class SaveAsked(Event, frozen=True):
     """The launcher, which is about to end the run, asks for a checkpoint: whoever leads sees to it."""
 
 
+class LineMeasured(Event, frozen=True):
+    """What this machine's line has carried lately while bulk waited for it, kB/s. 0: not known."""
+
+    up_kBps: Count = 0
+    down_kBps: Count = 0
+
+
 class Barred(Event, frozen=True):
     """The run's authority has revoked these peers of my view: whoever leads removes them. Told again with every view that has some."""
 
@@ -1630,6 +1644,9 @@ class Settings(msgspec.Struct, frozen=True):
     seats: tuple[int, ...] = ()  # stage of each planned seat
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()  # by owner's seat and stage: the seats that serve it, in turn
     line_rates: tuple[int, ...] = ()  # of each planned seat's line, kB/s, where owners of unlike shares average sooner
+    averaging_bytes: float = 4.0  # of a value of a gradient, as it is sent
+    # A peer beyond `peers` whose narrow line makes a step longer by this factor is left out; 0: none is
+    join_slowdown: float = 0.0
     averaging_error: float = 0.0  # of a sum's norm, that its encoding loses at most
     spot_checks: float = 0.0  # share of a new peer's hops that another replica computes again; 0: none
     spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ

@@ -53,6 +53,7 @@ from shoal.core.messages import (
     JoinRefused,
     Lead,
     Leave,
+    LineMeasured,
     LoadFailed,
     NonFinite,
     Note,
@@ -261,6 +262,8 @@ class PeerMachine:
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
                 return self.admission.on_found(event.peers) + self.relay.on_found(event.peers)
+            case LineMeasured():
+                self.heartbeat.line = event
             case Barred():
                 self.leader_role.barred = event.peers
             case SaveAsked():
@@ -447,7 +450,7 @@ class PeerMachine:
         commands += self.trainer.on_view(empty, now) + self.transfer.on_view(empty, now)
         if self.server.has_state:
             commands += self.server.drop_state(keep=True)
-        return commands
+        return commands + self.server.stop_catching_up(empty, now)
 
     def _beat(self, now: float) -> list[Command]:
         return self.heartbeat.beat(self.departure, self.admission.known, now)

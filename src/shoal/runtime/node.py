@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,7 @@ from shoal.core.messages import (
     Join,
     JoinRefused,
     Lead,
+    LineMeasured,
     Message,
     Override,
     Peer,
@@ -63,6 +65,7 @@ from shoal.transport.base import Blob, Incoming, Lost, Transport
 from shoal.transport.directory.directory import Directory
 
 REPORT_S = 0.5
+LINE_STEPS = 4  # for each doubling of a line's rate
 FROM_OUTSIDE = (
     Join,
     JoinRefused,
@@ -276,8 +279,21 @@ class Node:
 
     async def _report(self) -> None:
         while True:
+            self._measure_line()
             self.reporter.progress(time.monotonic())
             await asyncio.sleep(REPORT_S)
+
+    def _measure_line(self) -> None:
+        """Report what the line carries when that has changed."""
+        up_Bps, down_Bps = self.transport.line_Bps()
+        line = LineMeasured(_rounded_kBps(up_Bps), _rounded_kBps(down_Bps))
+        if line != self.machine.heartbeat.line:
+            self.handle(line)
+
+
+def _rounded_kBps(rate_Bps: float) -> int:
+    """In steps of 19 %: it is measured no better, and a change is an event in the trace."""
+    return round(2 ** (round(LINE_STEPS * math.log2(rate_Bps / 1e3)) / LINE_STEPS)) if rate_Bps >= 1e3 else 0
 
 
 def admissible(machine: PeerMachine, incoming: Incoming) -> Message | None:

@@ -14,8 +14,11 @@ from shoal.sim.checkers import Watch
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import Network
 from shoal.sim.scenarios.scenario import Case
-from shoal.sim.tasks.storage import Blob
+from shoal.sim.tasks.storage import CHUNKS, Blob
 from shoal.sim.tasks.task_runner import World
+
+# Of an activation store: tensors are as large as they are on the lines. Narrower ones are drawn in tensors of 100 bytes
+ROOMY_BYTES = 1 << 32
 
 Recorder = Callable[[float, m.Peer, m.Event, list[m.Command]], None]
 Values = tuple[Blob, ...]  # the blobs of one message
@@ -57,6 +60,8 @@ class Context:
         self.world = World(
             case.settings.stages, values, case.settings.staleness, case.wire, case.nonfinite, case.settings.tokens
         )
+        if case.wire is not None and case.settings.activation_store_bytes >= ROOMY_BYTES:
+            self.world.boundary_bytes = case.wire.nbytes(("x", 0, 0, 1, ""), CHUNKS)
         self.watch = self._new_watch()
         self.network = Network(case.scenario, case.rng("network"), case.regions, case.wire)
         self.chance = case.rng("chance")

@@ -90,10 +90,24 @@ class Delivery:
 
             def reach(_: object, left_s: float = left_s) -> None:
                 if died_s.get(source, left_s) >= left_s:
+                    self._measured(wire, source, up=True)
                     through_s = network.through(source, target, nbytes, rank, kernel.now)
-                    kernel.at(through_s, self._arrive, parcel)
+                    kernel.at(through_s, self._arrive_over_line, parcel)
 
             kernel.at(at, reach)
+
+    def _arrive_over_line(self, parcel: Parcel) -> None:
+        wire = self._context.case.wire
+        assert wire is not None
+        self._measured(wire, parcel[1], up=False)
+        self._arrive(parcel)
+
+    def _measured(self, wire: Wire, peer: m.Peer, *, up: bool) -> None:
+        """Its transport knows then what its line carries."""
+        node = self._processes.nodes.get(peer)
+        if node is not None and (line := wire.measured(node.line, peer, up=up)) != node.line:
+            node.line = line
+            node.receive(line)
 
     def _arrive(self, parcel: Parcel) -> None:
         source, target, message, values = parcel

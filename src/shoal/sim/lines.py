@@ -51,6 +51,12 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         """`p7.2` is the third process of peer 7."""
         return self.lines[int(peer[1 : peer.index(".")]) % len(self.lines)]
 
+    def measured(self, known: m.LineMeasured, peer: m.Peer, *, up: bool) -> m.LineMeasured:
+        """What that peer knows of its line once bulk has passed it in that direction."""
+        line = self.line(peer)
+        rate = round((line.up_Bps if up else line.down_Bps) / 1e3)
+        return msgspec.structs.replace(known, **{"up_kBps" if up else "down_kBps": rate})
+
     def link(self, source: m.Peer, target: m.Peer) -> tuple[float, float] | None:
         """Delay, s, and bandwidth, bytes/s, from one peer to another; None: as the scenario has them."""
         return None

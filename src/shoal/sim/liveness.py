@@ -43,7 +43,11 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            barred_s = pause_s(newest.evicted, node.name, context.settings) if node.condition.was_unlike else 0.0
+            barred_s = (
+                pause_s(newest.evicted, node.name, context.settings)
+                if node.condition.was_unlike or context.settings.join_slowdown
+                else 0.0
+            )
             if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 continue
             if node.condition.leaving:

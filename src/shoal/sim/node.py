@@ -128,6 +128,7 @@ class Node:
         self.mask: Mask | None = None
         self.condition = Condition()
         self.finish: m.Finish | None = None
+        self.line = m.LineMeasured()
         self.view: m.View | None = None
         self._pause = Pause()
         self._clock = Clock()

@@ -86,6 +86,9 @@ class Transport(Protocol):
     async def receive(self) -> Event:
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""
 
+    def line_Bps(self) -> tuple[float, float]:
+        """What this machine's line has carried lately while bulk waited for it, up and down. 0: it has not been busy, or nobody knows."""
+
     def forget(self, peer: Peer) -> None:
         """That peer has left for good: close connections to it, drop what waits for it."""
 

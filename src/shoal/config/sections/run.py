@@ -145,6 +145,14 @@ class Run(Section, frozen=True):
             " --plan sets it."
         ),
     ] = ()
+    join_slowdown: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=100,
+            description="A peer beyond run.peers is left out while its narrow line makes a step this many times as long; 0 lets in all.",
+        ),
+    ] = 1.1
     routes: Annotated[
         tuple[tuple[tuple[Seat, ...], ...], ...],
         Meta(

@@ -14,9 +14,9 @@ sums from the replica of its own row that stands in the column. One row is the s
 A large piece of one row is cut into SLICES first, and every slice among the owners: the sums of one slice are sent while the parts of
 the next arrive. Otherwise every line is idle in the middle of a round, from its last part until the slowest part of another has come.
 
-Where a plan knows how wide the replicas' lines are, and they differ, a group of one row owns in proportion: who owns the share w of
-the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be spared. It is
-spared only if parts and sums are on their way at the same time: sums go first (docs/design/2026-11-22-weighted-owners.md).
+Where it is known how wide the replicas' lines are, by a plan or measured, and they differ, a group of one row owns in proportion: who
+owns the share w of the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be
+spared. It is spared only if parts and sums are on their way at the same time: sums go first (docs/design/2026-11-22-weighted-owners.md).
 """
 
 from __future__ import annotations
@@ -142,25 +142,39 @@ def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, lin
 
 
 def owned(line_rates: Sequence[int]) -> tuple[int, ...]:
-    """In what proportion replicas with lines of these line_rates (any unit; 0: not known, so as narrow as the
-    narrowest) own the gradient, so
-    that the busiest line is as little busy as can be; () when evenly is as good.
+    """In what proportion replicas with lines of these line_rates (any unit; 0: not known, so as narrow as the narrowest) own the
+    gradient, so that the busiest line is as little busy as can be; () when evenly is as good.
 
     Who owns w of L values sends and receives (1 + (n - 2) w) L. Filling all lines to the same time T gives
     T = (n - 2 + k) / (b_1 + ... + b_k) for the k widest lines, which own (T b - 1) / (n - 2) each; the others own nothing and need
     1 / b."""
-    replicas, known = len(line_rates), [width for width in line_rates if width > 0]
-    if not known or not 3 <= replicas <= ONE_ROW:
+    known = [width for width in line_rates if width > 0]
+    if not known or not 3 <= len(line_rates) <= ONE_ROW:
         return ()
-    narrow = min(known)
-    lines = [width or narrow for width in line_rates]
-    widest = sorted(lines, reverse=True)
-    owners = max(k for k in range(1, replicas + 1) if (replicas - 2 + k) * widest[k - 1] > sum(widest[:k]))
-    together, full = sum(widest[:owners]), replicas - 2 + owners
-    even_s, own_s = 2 * (replicas - 1) / replicas / narrow, max(1 / narrow, full / together)
-    if own_s * (1 + 1 / SLICES) > SPARED * even_s:
+    lines = [width or min(known) for width in line_rates]
+    even_s, own_s = busy_times(lines)
+    if own_s > SPARED * even_s:
         return ()
+    full, together = _filled(lines)
     return tuple(max(0, full * line - together) for line in lines)
+
+
+def busy_times(lines: Sequence[int]) -> tuple[float, float]:
+    """How long a round keeps the busiest of a group's lines, in the seconds in which a line of rate 1 carries the gradient once: of
+    even owners, and of owners by line rate with their last slice, which is gathered alone. All rates are known."""
+    replicas = len(lines)
+    even_s = 2 * (replicas - 1) / replicas / min(lines) if replicas > 1 else 0.0
+    if not 3 <= replicas <= ONE_ROW:
+        return even_s, even_s
+    full, together = _filled(lines)
+    return even_s, max(1 / min(lines), full / together) * (1 + 1 / SLICES)
+
+
+def _filled(lines: Sequence[int]) -> tuple[int, int]:
+    """n - 2 + k, and the rates of the k widest lines together."""
+    replicas, widest = len(lines), sorted(lines, reverse=True)
+    owners = max(k for k in range(1, replicas + 1) if (replicas - 2 + k) * widest[k - 1] > sum(widest[:k]))
+    return replicas - 2 + owners, sum(widest[:owners])
 
 
 def _counts(length: int, replicas: int, most: int, shares: Sequence[int]) -> tuple[int, int]:

@@ -30,6 +30,8 @@ DIFFERS, TIES = 3, 2  # times that a replica's values differ before it is evicte
 KEPT = 256  # keys that a view remembers
 # A pause grows by this with each eviction, so many times: finding it out again costs the others seconds
 GROWS, GROWN = 4.0, 4
+# Evictions for which it counts that a peer is left out: each further try of it is a download for the others
+LEFT_OUT = 2
 OPPONENTS = 2  # peers that one differs with, each time its word against the other's, before it is evicted
 WORDS = 8  # newest complaints of one accuser that are kept
 
@@ -224,9 +226,14 @@ def _pause_s(times: int, settings: Settings) -> float:
     return settings.ban_s * GROWS ** min(times - 1, GROWN)
 
 
-def evicting(before: tuple[Evicted, ...], evicted: Iterable[Peer]) -> tuple[Evicted, ...]:
-    """The view's list with the peers that are evicted now, and their invites; the newest last."""
+def evicting(
+    before: tuple[Evicted, ...], evicted: Iterable[Peer], left_out: Iterable[Peer] = ()
+) -> tuple[Evicted, ...]:
+    """The view's list with the peers that are evicted now, and their invites; the newest last. `left_out`: peers that did no wrong; their
+    invites are not barred."""
     times = {one.key: one.times for one in before}
+    for peer in left_out:
+        times[key_of(peer)] = times.pop(key_of(peer), 0) + LEFT_OUT
     for peer in evicted:
         for key in dict.fromkeys((key_of(peer), invite_of(peer))):
             times[key] = times.pop(key, 0) + 1

@@ -7,7 +7,7 @@ A step can be averaged when, at every stage, the books of the members are disjoi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
 
 import msgspec
@@ -157,16 +157,15 @@ class Ledger:
         return doubled
 
     def groups(
-        self, members: tuple[Member, ...], ready: tuple[Member, ...], line_rates: tuple[int, ...] = ()
+        self, members: tuple[Member, ...], ready: tuple[Member, ...], line_rates: Mapping[Peer, int] = {}
     ) -> tuple[tuple[Share, ...], ...]:
-        """Shares per stage: members first, then joiners that hold the step's parameters and add no gradient. `line_rates`: line rates by
-        seat."""
+        """Shares per stage: members first, then joiners that hold the step's parameters and add no gradient. `line_rates`: kB/s."""
         groups: list[list[Share]] = [[] for _ in range(self.stages)]
         for member in members:
             indices = trained(self.books.get(member.peer, ()), self.microbatches)
-            groups[member.stage].append(Share(member.peer, indices, _line_rate(member, line_rates)))
+            groups[member.stage].append(Share(member.peer, indices, line_rates.get(member.peer, 0)))
         for joiner in ready:
-            groups[joiner.stage].append(Share(joiner.peer, (), _line_rate(joiner, line_rates)))
+            groups[joiner.stage].append(Share(joiner.peer, (), line_rates.get(joiner.peer, 0)))
         return tuple(tuple(group) for group in groups)
 
     def loss(self, last: tuple[Share, ...]) -> float:
@@ -214,10 +213,6 @@ def mean_rewards(parts: Iterable[tuple[Rewards | None, int]]) -> Rewards | None:
 def trained(books: Iterable[Booking], microbatches: int) -> tuple[Index, ...]:
     """The indices whose gradients are in a replica's sum, in the order in which it added them."""
     return tuple(booking.index for booking in books if booking.index < microbatches)
-
-
-def _line_rate(member: Member, line_rates: tuple[int, ...]) -> int:
-    return line_rates[member.seat] if 0 <= member.seat < len(line_rates) else 0
 
 
 def counted_twice(groups: tuple[tuple[Share, ...], ...]) -> int:

@@ -36,6 +36,7 @@ class Seen(msgspec.Struct):
     state: tuple[int, int, int, bool, int]
     state_at: float
     current_at: float
+    since: float
 
 
 class Progress:
@@ -67,13 +68,18 @@ class Progress:
         state = (heartbeat.epoch, heartbeat.stage, heartbeat.step, heartbeat.ready, heartbeat.loaded)
         seen = self._seen.get(peer)
         if seen is None:
-            seen = self._seen[peer] = Seen(heartbeat.number, now, state, now, now)
+            seen = self._seen[peer] = Seen(heartbeat.number, now, state, now, now, now)
         if heartbeat.number > seen.number or heartbeat.number >= view.number:
             seen.number, seen.number_at = heartbeat.number, now
         if state != seen.state:
             seen.state, seen.state_at = state, now
         if heartbeat.ready and (heartbeat.epoch, heartbeat.step) == (view.epoch, view.step):
             seen.current_at = now
+
+    def here_s(self, peer: Peer, now: float) -> float:
+        """Since its first heartbeat to this leader."""
+        seen = self._seen.get(peer)
+        return now - seen.since if seen is not None else 0.0
 
     def late(self, view: View, step_s: float, now: float) -> dict[Peer, str]:
         """Peers to evict, with the reasons."""

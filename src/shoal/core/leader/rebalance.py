@@ -202,6 +202,13 @@ def _cost(seconds: tuple[float, ...], stages: int) -> tuple[float, ...]:
     return seconds if len(seconds) == stages else (1.0,) * stages
 
 
+def power(
+    members: Iterable[Member], seconds: tuple[float, ...], speeds: Mapping[Peer, float], stages: int
+) -> list[float]:
+    """Microbatches per unit of time that each stage serves."""
+    return _power(members, _cost(seconds, stages), speeds)
+
+
 def _power(members: Iterable[Member], cost: tuple[float, ...], speeds: Mapping[Peer, float]) -> list[float]:
     power = [0.0] * len(cost)
     for one in members:

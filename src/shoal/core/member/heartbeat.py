@@ -12,7 +12,7 @@ from shoal.core.member.admission import FIND_BEATS
 from shoal.core.member.departure import Departure
 from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
-from shoal.core.messages import Command, Find, Heartbeat, Leave, Note, Peer, Send, Settings, VoteRequest
+from shoal.core.messages import Command, Find, Heartbeat, Leave, LineMeasured, Note, Peer, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -32,6 +32,7 @@ class HeartbeatSender:
         self.beat_at: float | None = None
         self._settings, self._roster, self._register, self._leader_role = settings, roster, register, leader_role
         self._server, self._transfer = server, transfer
+        self.line = LineMeasured()
         self.alone = False  # no leader for long: nothing is agreed, and people were told
 
     def beat(self, departure: Departure, known: tuple[Peer, ...], now: float) -> list[Command]:
@@ -66,6 +67,10 @@ class HeartbeatSender:
             closed=server.closed,
             loaded=self._transfer.loaded,
             place=self._settings.place,
+            up_kBps=self.line.up_kBps,
+            down_kBps=self.line.down_kBps,
+            gradient=server.gradient,
+            tensor_bytes=server.tensor_bytes,
         )
 
     def _silent(self, silences: float, now: float) -> bool:

@@ -68,6 +68,7 @@ def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
 class ActivationStore:
     def __init__(self, name: Peer, settings: Settings, replica: ReplicaState) -> None:
         self.nbytes = 0  # all that is kept
+        self.tensor_bytes = 0  # the largest boundary tensor so far, as it is sent
         self._bounded = 0  # of these, what the limit holds for
         self._name, self._settings, self._replica = name, settings, replica
         self._held: dict[Key, tuple[str, int]] = {}  # blob and its size, in the order of their arrival
@@ -105,6 +106,7 @@ class ActivationStore:
         if key in self._held:
             return drop((blob,))
         self._held[key] = blob, nbytes
+        self.tensor_bytes = max(self.tensor_bytes, nbytes)
         self._no_room.pop(key, None)
         self._count(key, nbytes)
         return []

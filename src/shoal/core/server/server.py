@@ -140,6 +140,16 @@ class Server:
         return self._hops.queue_s
 
     @property
+    def tensor_bytes(self) -> int:
+        """Of a boundary tensor; 0 before the first."""
+        return self._hops.store.tensor_bytes
+
+    @property
+    def gradient(self) -> int:
+        """Values of the stage's flat gradient; 0 without its state."""
+        return self._replica.length if self._replica.has_state else 0
+
+    @property
     def rate(self) -> float:
         return self._hops.pace.rate
 
@@ -173,6 +183,10 @@ class Server:
         replica.length, replica.digest, replica.unfit, replica.applying = length, digest, "", None
         self.stale, self._retell_at, self.changed = "", None, True
         return commands + self._check(now) + self._continue(now)
+
+    def stop_catching_up(self, view: View, now: float) -> list[Command]:
+        """`view` lists this peer no more: the sums that it received as a joiner are void."""
+        return self._catch_up.on_view(view, now)
 
     def drop_state(self, *, keep: bool = False) -> list[Command]:
         """The state held here is void; or, with `keep`, good for nothing but to come back with (`take_back`)."""

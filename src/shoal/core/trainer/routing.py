@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 
 from shoal.core.latency import Latency, Usual
-from shoal.core.messages import Index, Member, Peer, Settings, Stage
+from shoal.core.messages import TURNS, Index, Member, Peer, Settings, Stage
 from shoal.core.trainer.turns import NOBODY, Turns
 
 FORWARD_SIZE = 1.0
@@ -38,6 +38,7 @@ CAUGHT_UP = 2.0
 LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
+LEAST_TURNS = 0.5  # that a replica without any counts as
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
@@ -60,6 +61,7 @@ class Replica(msgspec.Struct, eq=False):
     latency: Latency
     pace: Latency  # seconds that a hop takes per unit of what this trainer has there, itself included
     virtual: float  # seconds of work charged so far
+    share: float = 1.0  # of the microbatches of a replica with a usual line, that its line carries
     serial: int = 0
     busy_until: float = 0.0
     banned_until: float = 0.0
@@ -183,6 +185,8 @@ class Wiring:
     def _response_s(self, replica: Replica, load: Load) -> float:
         """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
         pace_s = replica.pace.value or self._pace.value or self.usual.value
+        if replica.share < 1.0:  # the others' hops fill its line, too
+            pace_s = max(pace_s, (self._pace.value or self.usual.value) / replica.share)
         return (load.get(replica.peer, 0.0) + 1.0) * pace_s
 
     def take(self, replica: Replica) -> None:
@@ -231,9 +235,10 @@ class Routes:
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
             for others in (replica.unserved, replica.withheld):
                 others[:] = [peer for peer in others if not peer or peer in stage_of]
-        for peer, stage in stage_of.items():
-            if peer not in self._at:
-                self._at[peer] = (stage, self._wirings[stage].enter(peer, now))
+        for member in members:
+            if member.peer not in self._at:
+                self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
+            self._at[member.peer][1].share = max(member.turns, LEAST_TURNS) / TURNS
 
     def choose(
         self,

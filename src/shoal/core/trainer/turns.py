@@ -22,15 +22,15 @@ class Turns:
 
     def on_view(self, members: tuple[Member, ...], new_keys: Collection[str]) -> None:
         self._owners = len(members)
-        self._turns = [[] for _ in self._turns]
-        for member in sorted(members, key=lambda member: (member.seat, member.peer)):  # with a plan as it was played
-            self._turns[member.stage].append(member.peer)
-        self._new = [self._newcomers(turns, new_keys) for turns in self._turns]
+        in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
+        stages = [[one for one in in_order if one.stage == stage] for stage in range(len(self._turns))]
+        self._turns = [turns_of(replicas) for replicas in stages]
+        self._new = [self._newcomers([one.peer for one in replicas], new_keys) for replicas in stages]
         self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
 
-    def _newcomers(self, turns: list[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
-        new = frozenset(peer for peer in turns if key_of(peer) in new_keys) if new_keys else NOBODY
-        return new if len(new) < len(turns) else NOBODY
+    def _newcomers(self, replicas: list[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
+        new = frozenset(peer for peer in replicas if key_of(peer) in new_keys) if new_keys else NOBODY
+        return new if len(new) < len(replicas) else NOBODY
 
     def barred(self, stage: Stage, index: Index | None) -> frozenset[Peer]:
         """Who does not get that microbatch while another replica does not fail."""
@@ -43,9 +43,27 @@ class Turns:
             return None
         at = index + self._shifts[stage] * (index // self._owners)
         if new:  # those have their even share of all, as far as it is a third
-            theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * len(new)
-            turns, at = [peer for peer in turns if (peer in new) == theirs], at // THIRD if theirs else at
+            count = sum(peer in new for peer in turns)
+            theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * count
+            turns = [peer for peer in turns if (peer in new) == theirs] or turns
+            at = at // THIRD if theirs else at
         return turns[at % len(turns)]
+
+
+def turns_of(members: list[Member]) -> list[Peer]:
+    """Of one stage's replicas in their order, so that each has as many as its line allows, spread evenly; all alike: one each.
+    A replica without any is still chosen when it is expected to answer much sooner than the one whose turn it is."""
+    wanted = [member.turns for member in members]
+    whole = sum(wanted)
+    if not whole:
+        return [member.peer for member in members]
+    turns, credit = list[Peer](), [0] * len(members)
+    for _ in range(whole // gcd(*wanted)):  # smooth weighted round robin
+        credit = [held + each for held, each in zip(credit, wanted, strict=True)]
+        at = max(range(len(members)), key=lambda place: (credit[place], -place))
+        credit[at] -= whole
+        turns.append(members[at].peer)
+    return turns
 
 
 def shift(owners: int, replicas: int) -> int:

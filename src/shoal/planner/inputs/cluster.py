@@ -27,6 +27,7 @@ and unlimited for a device's own lines.
 Instead of [link], `matrices = "measured.npz"` beside the file (delay_ms, bandwidth_gbps, N x N, row sends to column), or two
 CSV files, `matrices = ["delay_ms.csv", "bandwidth_gbps.csv"]`: numbers alone. `devices = ["a/device.toml", ...]` takes in what
 `shoal probe` wrote on other machines. [link] may be left out when links name every pair.
+With `tcp = true`, as `shoal probe --run` writes it, the lines are real ones, and tcp.py says how much of their rates is expected of them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ import numpy.typing as npt
 from shoal import units
 from shoal.escaping import UNDECODABLE
 from shoal.planner.costs.arrays import Floats
+from shoal.planner.inputs.tcp import carried_part
 
 NETWORKS = Path(__file__).parent / "networks"  # published measurements and emulated networks; sources inside
 
@@ -111,6 +113,14 @@ class Cluster(msgspec.Struct, frozen=True, eq=False):
             for device in self.devices
         )
         return Cluster(devices, self.delay_s * delay, self.bandwidth_Bps * bandwidth)
+
+    def over_tcp(self) -> Cluster:
+        """The same machines, with as much of their lines as TCP connections in bursts carry (tcp.py)."""
+        devices = tuple(
+            msgspec.structs.replace(device, up_Bps=device.up_Bps * part, down_Bps=device.down_Bps * part)
+            for device, part in zip(self.devices, carried_part(self.delay_s).tolist(), strict=True)
+        )
+        return Cluster(devices, self.delay_s, self.bandwidth_Bps)
 
     def with_lines(self, *, bandwidth_Bps: float | None = None, delay_s: float | None = None) -> Cluster:
         """The same machines with every line and link so wide, or so far."""
@@ -269,7 +279,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
-    _refuse_unknown(tree, {"device", "devices", "link", "links", "matrices"}, "the file")
+    _refuse_unknown(tree, {"device", "devices", "link", "links", "matrices", "tcp"}, "the file")
     tables = tree.get("device", []) if isinstance(tree.get("device", []), list) else []
     devices = tuple(device for i, table in enumerate(tables) for device in _devices(table, f"device {i + 1}"))
     devices += tuple(_elsewhere(folder / str(name)) for name in tree.get("devices", []))
@@ -289,7 +299,10 @@ def from_tree(tree: Mapping[str, Any], folder: Path = Path()) -> Cluster:
         delay_s, bandwidth_Bps = _alike(tree, count)
     for i, table in enumerate(tree.get("links", [])):
         _apply_link(table, f"links {i + 1}", devices, delay_s, bandwidth_Bps)
-    return from_matrices(devices, delay_s, bandwidth_Bps, "matrices" if "matrices" in tree else "link")
+    cluster = from_matrices(devices, delay_s, bandwidth_Bps, "matrices" if "matrices" in tree else "link")
+    if not isinstance(tree.get("tcp", False), bool):
+        raise ValueError(f"tcp = {tree['tcp']!r} must be true, where the lines are real ones, or false")
+    return cluster.over_tcp() if tree.get("tcp") else cluster
 
 
 def _alike(tree: Mapping[str, Any], count: int) -> tuple[Floats, Floats]:

@@ -66,7 +66,12 @@ def named(devices: Sequence[Device | None]) -> list[str]:
 def cluster_text(machines: Sequence[Machine], links: Sequence[MeasuredLink], notes: Sequence[str] = ()) -> str:
     """cluster.toml: every link measured, one way each."""
     lines = [f"# {note}" for note in notes]
-    lines += ["", "links = ["]
+    lines += [
+        "",
+        "tcp = true  # real lines: less is expected of them than their rates, as docs/wan.md has measured it",
+        "",
+        "links = [",
+    ]
     for link in links:
         reason = f"  # not measured: {escaped(' '.join(link.reason.split()))}" if link.reason else ""
         lines.append(

@@ -11,11 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
+from shoal.codec import bytes_per_value
 from shoal.core.messages import Settings
 from shoal.sim import lines
 from shoal.sim.faults import hostile
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario, Strikes
 
+JOIN_SLOWDOWN = 1.1  # as a run has by default
 TIGHT = 2.0  # patience where servers keep six microbatches of a step and pass them nearly one by one
 HELDOUT_TOKENS = 4  # of a held-out microbatch
 BLOB_BYTES = 100  # of any tensor, as the machines see it; links count the scenario's own
@@ -76,6 +78,9 @@ def draw(scenario: Scenario, seed: int) -> Case:
         settings = msgspec.structs.replace(
             settings, line_rates=_widths(wire, peers, Random(f"{scenario.name}/{seed}/line_rates"))
         )
+    if wire is not None:
+        sent = bytes_per_value(wire.travel.averaging, lines.FP32)
+        settings = msgspec.structs.replace(settings, averaging_bytes=sent, join_slowdown=JOIN_SLOWDOWN)
     return Case(
         scenario=scenario,
         seed=seed,

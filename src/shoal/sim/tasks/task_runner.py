@@ -73,6 +73,7 @@ class World:
         tokens: int = 0,
     ) -> None:
         self.wire = wire
+        self.boundary_bytes = 100  # of a boundary tensor, as the machines see it
         self.lengths: tuple[int, ...] = ()  # of each stage's gradient, if they are given
         self.chunks = CHUNKS  # of a stage's state
         self.listed = True  # sums list what was added, for the checkers
@@ -251,7 +252,7 @@ class TaskRunner:
         self._finite(task)
         used = self._used(task.stage, task.step, "RunForward")
         self._put(task.out, ("x", task.step, task.index, task.stage + 1, used, *self._noise(task, x)))
-        return m.Result(nbytes=100)
+        return m.Result(nbytes=self.world.boundary_bytes)
 
     def _backward(self, task: m.RunBackward, inputs: Sequence[Blob]) -> m.Result:
         x = inputs[0]
@@ -273,9 +274,10 @@ class TaskRunner:
         if task.out:
             noise = self._noise(task, x, *inputs[1:])
             self._put(task.out, ("g", task.step, task.index, task.stage - 1, used, *noise))
+        nbytes = self.world.boundary_bytes
         if task.stage != last:
-            return m.Result(nbytes=100)
-        return m.Result(loss=1.0 + task.index / 64, nbytes=100, counted=self.world.counted(task.step, task.index))
+            return m.Result(nbytes=nbytes)
+        return m.Result(loss=1.0 + task.index / 64, nbytes=nbytes, counted=self.world.counted(task.step, task.index))
 
     def _check(self, task: m.RunCheck, inputs: Sequence[Blob]) -> m.Result:
         """Two results are alike, or have nothing to do with each other; those of a machine that is unlike the others differ by little."""

@@ -97,6 +97,9 @@ class Faulty:
         self._news.set()
         return frame.nbytes
 
+    def line_Bps(self) -> tuple[float, float]:
+        return self._inner.line_Bps()
+
     async def receive(self) -> Event:
         while True:
             item = await self._inner.receive()

@@ -70,6 +70,9 @@ class MemoryTransport:
     async def receive(self) -> Event:
         return await self._receive_queue.take()
 
+    def line_Bps(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def forget(self, peer: Peer) -> None:
         self._talked.discard(peer)
         self._receive_queue.drop(lambda item: item.peer == peer)

@@ -232,6 +232,7 @@ class Shaped:
         self.name = inner.name
         self._inner = inner
         self._limits = limits
+        self._rates_Bps = link.up_Bps, link.down_Bps
         self._up: UplinkQueue[tuple[Peer, Message, tuple[Blob, ...]]] = UplinkQueue(link)
         self._down: DownlinkQueue[tuple[Incoming, int]] = DownlinkQueue(link.down_Bps)
         self._receive_queue = ReceiveQueue(on_space=lambda: self._room.set())
@@ -259,6 +260,11 @@ class Shaped:
 
     async def receive(self) -> Event:
         return await self._receive_queue.take()
+
+    def line_Bps(self) -> tuple[float, float]:
+        """The modelled line's, where it has a rate: the real one beneath is never full."""
+        up_Bps, down_Bps = self._inner.line_Bps()
+        return self._rates_Bps[0] or up_Bps, self._rates_Bps[1] or down_Bps
 
     def forget(self, peer: Peer) -> None:
         self._up.drop(peer, loop_time())

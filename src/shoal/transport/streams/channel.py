@@ -16,6 +16,7 @@ from collections import deque
 from functools import cache, partial
 from typing import NamedTuple
 
+from shoal.transport.streams.busy_rate import BusyRate
 from shoal.transport.streams.congestion import Acknowledged, PathSample, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.send_queue import RankTurns
@@ -63,6 +64,11 @@ class Uplink:
         self._ranks = RankTurns()
         self._outstanding_bytes = 0
         self._measured_at = 0.0
+
+    @property
+    def busy(self) -> BusyRate:
+        """What the line has carried."""
+        return self._window.busy
 
     def join(self, connection: Connection) -> None:
         with contextlib.suppress(AttributeError, OSError, struct.error):

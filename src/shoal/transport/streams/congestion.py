@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from shoal.transport.streams.busy_rate import BusyRate
+
 ACK_BYTES = 64 << 10
 FLOOR_BYTES = 8 * ACK_BYTES  # with half of it, 40 % less through the loopback of a busy machine
 CEILING_BYTES = 16 << 20  # what one libp2p stream takes unread
@@ -38,6 +40,7 @@ RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's down
 RESTART_ROUNDS = 2  # round trips in which a way could have carried more
 RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
 ROOMY = 0.75  # of the window
+LONG_ROUND = 3.0  # times what a round takes at least
 FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
 FOREIGN_S = 30.0  # after which that is looked at again
 
@@ -173,6 +176,7 @@ class UplinkWindow:
         self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds that used the window
         self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of the same
         self.queue_s = 0.0  # common to all connections, in the last round
+        self.busy = BusyRate()
         # Of the queue: it belongs to others, or the way has become longer; and for how long
         self._foreign_s = self._foreign_until = 0.0
 
@@ -199,7 +203,10 @@ class UplinkWindow:
         self.queue_s = min(each.trip_s - each.base_s for each in self._acknowledged)
         allowed_s = UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
         before_Bps = self._highest_Bps(now)
-        rate_Bps = nbytes / max(ROUND_S, now - self._round_s[0])
+        passed_s = now - self._round_s[0]
+        rate_Bps = nbytes / max(ROUND_S, passed_s)
+        if self._used and passed_s < LONG_ROUND * max(ROUND_S, base_s):  # else nothing was on its way for a part of it
+            self.busy.carried(nbytes, passed_s, now)
         if self._used or rate_Bps > before_Bps:
             self._rates_Bps.append((now, rate_Bps))
         self._look_for_others(allowed_s, now)

@@ -10,6 +10,7 @@ from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Incoming, Limi
 from shoal.transport.budget import Warnings
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission, PartialMessages, SenderRates
+from shoal.transport.streams.busy_rate import BusyRate
 from shoal.transport.streams.carrier import ByteStream
 from shoal.transport.streams.engine import Connection, Engine, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused
@@ -39,6 +40,7 @@ class Receiver:
         self._connections: dict[tuple[Peer, StreamKind], Connection] = {}  # each kind in its engine's thread only
         self._partial_messages = PartialMessages(PARTIAL_BLOBS * limits.blob_bytes)
         self._rates = {kind: SenderRates() for kind in STREAM_KINDS}
+        self.downlink = BusyRate()
 
     def engine(self, kind: StreamKind) -> Engine:
         return self._engines.reader(kind)
@@ -86,12 +88,25 @@ class Receiver:
                 yield from stream.read(head)
                 rank, left = fragment(head)
             message = arriving[rank]
-            yield from self._read_part(stream, peer, kind, message, left)
+            if bulk:
+                yield from self._read_fragment(stream, peer, message, left)
+            else:
+                yield from self._read_part(stream, peer, kind, message, left)
             if message.whole:
                 self._partial_messages.remove(peer, kind, message.nbytes)
                 arriving[rank] = Arriving(self._limits, bulk)
                 self._receive_queue.put(Incoming(peer, *message.message(), message.nbytes), message.nbytes)
                 rate.spend(time.monotonic(), 0 if bulk else message.nbytes)
+
+    def _read_fragment(self, stream: ByteStream, peer: Peer, message: Arriving, left: int) -> Steps:
+        """Its head has come, so until its end this machine's line is busy, unless the sender's is narrower."""
+        self.downlink.begin(time.monotonic())
+        read = 0
+        try:
+            yield from self._read_part(stream, peer, "bulk", message, left)
+            read = left
+        finally:
+            self.downlink.end(read, time.monotonic())
 
     def _read_part(self, stream: ByteStream, peer: Peer, kind: StreamKind, message: Arriving, left: int) -> Steps:
         """A fragment of bulk, or the whole of a control message."""

@@ -16,6 +16,7 @@ from shoal.transport.budget import Warnings
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
+from shoal.transport.streams.busy_rate import BusyRate
 from shoal.transport.streams.carrier import ByteStream, Carrier, Route
 from shoal.transport.streams.channel import Uplink, is_acknowledged
 from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
@@ -73,6 +74,10 @@ class Sender(Generic[Route]):
             if queue is not None:
                 queue.clear()
                 self._engines.sender(kind).post(partial(self._disconnect, queue))
+
+    @property
+    def uplink(self) -> BusyRate:
+        return self._uplink.busy
 
     @property
     def pending(self) -> bool:

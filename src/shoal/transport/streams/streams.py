@@ -110,6 +110,10 @@ class StreamTransport(Generic[Route]):
             self._presence.add(item.peer)
         return item
 
+    def line_Bps(self) -> tuple[float, float]:
+        now = time.monotonic()
+        return self._sender.uplink.rate_Bps(now), self._receiver.downlink.rate_Bps(now)
+
     def forget(self, peer: Peer) -> None:
         self._carrier.forget(peer)
         self._presence.forget(peer)

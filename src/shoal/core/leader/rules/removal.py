@@ -15,6 +15,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import inherit, moving, on_probation, owned
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
+from shoal.core.leader.rules.lines import too_narrow
 from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import gone_back
@@ -34,9 +35,10 @@ def removal_due(view: View, facts: Facts, settings: Settings, now: float) -> boo
 
 
 def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
-    """Evict the silent, the guilty and joiners with a wrong state; members with a wrong state download it again. Where that leaves a
-    stage too thin, others move there at once: the end of the step may be far."""
-    evicted = _evicted(view, facts, settings, now)
+    """Evict the silent, the guilty, those whose lines are too narrow, and joiners with a wrong state; members with a wrong state download
+    it again. Where that leaves a stage too thin, others move there at once: the end of the step may be far."""
+    narrow = too_narrow(view, facts, settings, now)
+    evicted = _evicted(view, facts, settings, now) | narrow
     leaving = _leaving(view, evicted, facts, settings, now)
     evicted |= leaving
     undo = _decided(view, evicted, facts, settings)
@@ -58,7 +60,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         "owners": inherit(view, members, facts.ledger(view.work).open(members)),
         "fenced": view.fenced + _of(view.members, void),
         "account": _account(view, void, evicted.keys() - leaving.keys(), facts),
-        "evicted": evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty]),
+        "evicted": evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty], narrow),
     }
     if opens_again(view, void, facts):
         changes |= overlap.opened_again(view)

@@ -7,6 +7,7 @@ import msgspec
 from shoal.core.leader.evictions import Misfit, Verdict
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import Doubled
+from shoal.core.leader.rules.lines import line_rates
 from shoal.core.messages import Member, Peer, Settings, Share, View
 from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
@@ -55,7 +56,7 @@ def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> 
         return None
     joiners = [one for one in view.joining if one not in ready and facts.confirmed(one.peer)]
     return Opening(
-        groups=facts.ledger(view.step).groups(view.members, ready, settings.line_rates),
+        groups=facts.ledger(view.step).groups(view.members, ready, line_rates(view.members + ready, facts, settings)),
         joiners=tuple(tuple(one.peer for one in joiners if one.stage == stage) for stage in range(settings.stages)),
         waited_for=near,
     )

@@ -1,0 +1,175 @@
+"""What the peers' lines carry, by their own reports: who owns how much of a round, and which peer's line is too narrow for the run.
+
+A round ends when the narrowest line of a group has carried its part, and every peer waits for it: who sends its sum and receives the
+group's cannot be spared the gradient once each way (allreduce/layout.py). So one narrow line can make everybody's steps many times as
+long. A run asks for `peers` peers and takes them as they are. Whoever is beyond that number is left out, in words, while a step with it is
+expected to take `join_slowdown` times as long as without it, and as with a peer whose line is as wide as the others': what it computes is
+counted for it. It may ask again after the pause of an evicted peer, which grows, as each try costs the others a download.
+
+A peer can lie of its own line only: one that says less than is true owns less or is left out itself; one that says more is believed up to
+FAR times the median, and is what the others wait for (leader/progress.py). docs/design/2026-11-24-narrow-lines.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+import msgspec
+
+from shoal.core.allreduce.layout import busy_times
+from shoal.core.consensus.phases import ended
+from shoal.core.leader.facts import Facts
+from shoal.core.leader.rebalance import power
+from shoal.core.leader.rules.moves import measured
+from shoal.core.messages import TURNS, Member, Peer, Settings, View
+
+CLOSE = 1.5  # of the median: measured rates of equal lines differ by as much on busy machines, so these count as equal
+FAR = 4.0  # times the median, that a peer is believed at most
+NARROW = 0.5  # of the median: only such a line is looked at; between it and the others' the owners' shares even out most of the difference
+YOUNG = 0.25  # of a step's books: a member is left out only before more is booked, since what it has booked is computed again
+# Of a joiner's download, after which what its line carries is known; or when it has all of its state
+KNOWN_BEATS = 40.0
+
+
+def line_rates(members: Iterable[Member], facts: Facts, settings: Settings) -> dict[Peer, int]:
+    """By peer, kB/s: as planned, else as measured. Measured rates near their median are that, so that noise changes nothing; peers that
+    are not measured count as usual. Empty while no line is known."""
+    if settings.line_rates:
+        rates = settings.line_rates
+        return {one.peer: rates[one.seat] if 0 <= one.seat < len(rates) else 0 for one in members}
+    reported = {one.peer: _line(one.peer, facts) for one in members}
+    known = [rate for rate in reported.values() if rate]
+    if not known:
+        return {}
+    usual = round(median(known))
+    return {peer: _bounded(rate, usual) for peer, rate in reported.items()}
+
+
+def _bounded(rate: int, usual: int) -> int:
+    if not rate or usual / CLOSE <= rate <= usual * CLOSE:
+        return usual
+    return min(rate, round(FAR * usual))
+
+
+def _line(peer: Peer, facts: Facts) -> int:
+    """The narrower direction of its line; the one that is known; 0: none is."""
+    heartbeat = facts.heartbeats.get(peer)
+    if heartbeat is None:
+        return 0
+    rates = [rate for rate in (heartbeat.up_kBps, heartbeat.down_kBps) if rate]
+    return min(rates, default=0)
+
+
+def too_narrow(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
+    """Peers to leave out of the run, and why: the narrowest line of those that may be."""
+    if not settings.join_slowdown or not view.started or view.ahead or ended(view, settings):
+        return {}
+    if facts.rounds.open is not None or len(view.members) < settings.peers:
+        return {}
+    rated = [(rate, one.peer, one) for one in _spare(view, facts, settings, now) if (rate := _line(one.peer, facts))]
+    for rate, peer, one in sorted(rated):
+        if reason := _slows(one, rate, view, facts, settings):
+            return {peer: reason}
+    return {}
+
+
+def _spare(view: View, facts: Facts, settings: Settings, now: float) -> list[Member]:
+    """Joiners whose lines are known, and at a step's beginning the members that are more than the run asked for: none that a plan has
+    a seat for, none that its stage has alone, and not the leader, which does not judge in its own case."""
+    spare = [one for one in view.joining if not one.back and _is_known(one, facts, settings, now)]
+    if len(view.members) > settings.peers and facts.share(view) < YOUNG:
+        replicas = Counter(member.stage for member in view.members)
+        spare += [one for one in view.members if replicas[one.stage] > 1]
+    return [one for one in spare if one.seat < 0 and one.peer != facts.name]
+
+
+def _is_known(joiner: Member, facts: Facts, settings: Settings, now: float) -> bool:
+    heartbeat = facts.heartbeats.get(joiner.peer)
+    if heartbeat is None or not facts.confirmed(joiner.peer):
+        return False
+    return (
+        bool(heartbeat.digest) or facts.evidence.progress.here_s(joiner.peer, now) >= KNOWN_BEATS * settings.heartbeat_s
+    )
+
+
+def _slows(one: Member, rate: int, view: View, facts: Facts, settings: Settings) -> str:
+    """Why the run is better off without that peer, whose line carries `rate` kB/s; '' if it is not."""
+    others = tuple(other for other in view.members if other.peer != one.peer)
+    known = [line for other in others if (line := _line(other.peer, facts))]
+    step_s = facts.history.step_s
+    if not known or step_s == math.inf or rate > NARROW * median(known):
+        return ""
+    usual = round(median(known))
+    lines = {other.peer: _line(other.peer, facts) or usual for other in others}
+    narrow_s, even_s = (
+        _averaging_s((*others, one), lines | {one.peer: line}, facts, settings) for line in (rate, usual)
+    )
+    without_s = _averaging_s(others, lines, facts, settings)
+    serves = one.peer in facts.serving
+    hops_s, share = max(0.0, step_s - (narrow_s if serves else without_s)), _hops_share(one, others, facts, settings)
+    hops_with_s, hops_without_s = (hops_s, hops_s / share) if serves else (hops_s * share, hops_s)
+    with_s, alone_s = hops_with_s + narrow_s, hops_without_s + without_s
+    if with_s <= settings.join_slowdown * max(hops_with_s + even_s, alone_s):
+        return ""
+    return (
+        f"is not needed: its line carries {rate / 1000:.2g} MB/s, the others' {usual / 1000:.2g}, and a step with it takes {with_s:.1f} s,"
+        f" without it {alone_s:.1f} s"
+    )
+
+
+def _hops_share(one: Member, others: tuple[Member, ...], facts: Facts, settings: Settings) -> float:
+    """What a step's hops take with that peer, of what they take without it: the thinnest stage decides."""
+    everybody = (*others, one)
+    seconds, speeds = measured(everybody, facts, settings)
+    return min(power(others, seconds, speeds, settings.stages)) / min(
+        power(everybody, seconds, speeds, settings.stages)
+    )
+
+
+def _averaging_s(members: tuple[Member, ...], lines: Mapping[Peer, int], facts: Facts, settings: Settings) -> float:
+    """Seconds that the slowest stage's round takes, by its lines alone."""
+    slowest_s = 0.0
+    for stage in range(settings.stages):
+        group = [member.peer for member in members if member.stage == stage]
+        values = max((heartbeat.gradient for peer in group if (heartbeat := facts.heartbeats.get(peer))), default=0)
+        even, by_line = busy_times([lines[peer] for peer in group])
+        slowest_s = max(slowest_s, min(even, by_line) * values * settings.averaging_bytes / 1000)
+    return slowest_s
+
+
+def by_line(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[Member, ...]:
+    """The members with as many turns as their lines can carry beside their stage's usual one (trainer/routing.py).
+
+    A replica passes min(what it computes, what its line carries) microbatches a second. What it computes is the stage's usual rate here:
+    trainers measure that themselves, but a line that all of them fill looks to each of them as wide as what it alone sends there."""
+    lines = line_rates(members, facts, settings)
+    turns: dict[Peer, int] = {}
+    for stage in range(settings.stages):
+        group = [one.peer for one in members if one.stage == stage]
+        heartbeats = [heartbeat for peer in group if (heartbeat := facts.heartbeats.get(peer))]
+        boundaries = 2 if 0 < stage < settings.stages - 1 else 1
+        tensor_kB = boundaries * _median([each.tensor_bytes for each in heartbeats]) / 1000
+        turns |= _turns(
+            {peer: lines.get(peer, 0) for peer in group}, tensor_kB, _median([each.rate for each in heartbeats])
+        )
+    return tuple(msgspec.structs.replace(one, turns=turns[one.peer]) for one in members)
+
+
+def _turns(lines: Mapping[Peer, int], tensor_kB: float, computed: float) -> dict[Peer, int]:
+    """Of one stage: its lines, kB/s, what each carries of a microbatch, and what a replica computes per second. 0: not known."""
+    usual, most = _median(lines.values()), computed or math.inf
+    if not usual or not tensor_kB:
+        return dict.fromkeys(lines, TURNS)
+    passed = min(most, usual / tensor_kB)
+    return {
+        peer: round(TURNS * min(most, rate / tensor_kB) / passed) if 0 < rate < usual / CLOSE else TURNS
+        for peer, rate in lines.items()
+    }
+
+
+def _median(values: Iterable[float]) -> float:
+    """Of those that are known; 0: none is."""
+    return median([value for value in values if value > 0.0] or [0.0])
