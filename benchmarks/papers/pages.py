@@ -78,7 +78,27 @@ def tax_part(taxes: dict[str, Any]) -> str:
     for change in dict.fromkeys(name for outcome in taxes.values() for name in outcome["sensitivities"]):
         values = (_tax(outcome["sensitivities"].get(change, 0.0)) for outcome in taxes.values())
         lines.append(f"| {change} | {' | '.join(values)} |")
-    return "\n".join([*lines, "", rows.END])
+    return "\n".join([*lines, "", *meeting(taxes), rows.END])
+
+
+def meeting(taxes: dict[str, Any]) -> list[str]:
+    """Levers one after another until the aim is met."""
+    if not any(outcome.get("tried") for outcome in taxes.values()):
+        return []
+    lines = ["## What would meet it", "", "| shape | with | tax | plan | 1.15 |", "|---|---|---|---|---|"]
+    for shape, outcome in taxes.items():
+        by_size: dict[int, list[dict[str, Any]]] = {}
+        for one in outcome.get("tried", []):
+            by_size.setdefault(len(one["levers"]), []).append(one)
+        for looked in by_size.values():
+            able = [one for one in looked if one["tax"]]
+            if able:
+                best = min(able, key=lambda one: one["tax"])
+                met = "meets" if best["tax"] <= AIM else ""
+                lines.append(
+                    f"| {shape} | {', '.join(best['levers'])} | {_tax(best['tax'])} | {best['plan']} | {met} |"
+                )
+    return [*lines, ""]
 
 
 def _tax(value: float) -> str:

@@ -371,7 +371,7 @@ def test_whoever_does_not_give_what_it_holds_is_in_the_way_until_a_booking_shows
     rig.answer(rig.sent(Forward), Output)
     holder = rig.sent(Forward)
     m = rig.trainer._owned.held[0]
-    m.lost = {"b1": 1}
+    m.lost = {"b1": ["b2"]}
     m.x[1] = ("b1",)
     rig.answer(holder, Missing, False, False)
     assert m.waits_for == "b1"

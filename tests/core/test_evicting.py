@@ -10,12 +10,12 @@ import pytest
 from tests.core.test_leader import LeaderRig, places
 
 from shoal.core.leader.averaging import PAUSES
-from shoal.core.leader.evictions import Misfit
+from shoal.core.leader.books.stalls import QUIET_BEATS
+from shoal.core.leader.evictions import FIRST_PAUSE, Misfit
 from shoal.core.leader.facts import FAILURES, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
 from shoal.core.leader.rules.checks import HEARD_BEATS, STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
-from shoal.core.leader.stalls import QUIET_BEATS
 from shoal.core.messages import (
     Booker,
     BookerRequest,
@@ -264,13 +264,27 @@ def test_a_leader_that_was_stopped_waits_for_the_owners_answer() -> None:
     assert members(leader) == "abde"
 
 
-def test_whoever_has_booked_what_several_had_booked_goes_without_the_owner() -> None:
+def at_odds() -> LeaderRig:
+    """Microbatches 1 and 2, of b and c, are in the books of e, and of a or c."""
     leader = a_run("bcdef")
     leader.heartbeat("a", (0, 1))
     leader.heartbeat("c", (2,))
     leader.heartbeat("e", (1, 2))
     leader.heartbeat("b", (0, 1, 2))
+    return leader
+
+
+def test_whoever_has_booked_what_several_had_booked_is_judged_by_an_owner_that_is_none_of_them() -> None:
+    """Two liars that call missing what they have booked are at odds with the honest one, and not with one another."""
+    leader = at_odds()
     leader.wait(1.0, alive=tuple("bcdef"))
+    leader.hear("b", Booker(0, 0, 1, 0, peer="e"))
+    assert members(leader) == "bcdef" or leader.machine.resigns
+
+
+def test_whoever_has_booked_what_several_had_booked_goes_where_the_owner_does_not_say() -> None:
+    leader = at_odds()
+    leader.wait((OWNER_BEATS + 2) * BEAT_S, alive=tuple("bcdef"))
     assert "e" not in members(leader) and "e booked what a and c had booked" in leader.reasons
     assert members(leader) == "abcdf"
 
@@ -643,7 +657,7 @@ def back_after(leader: LeaderRig, peer: str, alive: tuple[str, ...]) -> float:
 
 
 def test_a_key_that_was_evicted_stays_out_longer_each_time() -> None:
-    leader = a_run("bcd")
+    leader = a_run("bcd", ban_s=10.0 / FIRST_PAUSE)
     waited = []
     for process in range(3):
         peer = f"k.{process}"
@@ -665,7 +679,7 @@ def test_the_pause_survives_a_change_of_the_leader() -> None:
     assert leader.view.evicted == (Evicted("c", 1),)
     leader.wait(2.0, alive=("b", "d"))
     late_leader(leader)
-    assert 9.0 <= back_after(leader, "c", ("b", "d")) <= 11.0
+    assert 59.0 <= back_after(leader, "c", ("b", "d")) <= 61.0
 
 
 def test_later_views_remember_who_was_evicted() -> None:
@@ -698,9 +712,8 @@ def owner(leader: LeaderRig, index: int = 1) -> str:
 def test_an_owner_is_asked_when_books_do_not_grow_and_another_takes_over_when_it_is_silent_on_that() -> None:
     leader = hanging()
     leader.wait(QUIET_S - 0.5, alive=tuple("bcd"))
-    assert leader.sent(BookerRequest) == [] and owner(leader) == "b"
+    assert ("b", BookerRequest(0, 0, 1, 1)) in leader.sent(BookerRequest) and owner(leader) == "b"
     leader.wait(1.0, alive=tuple("bcd"))
-    assert ("b", BookerRequest(0, 0, 1, 1)) in leader.sent(BookerRequest)
     leader.wait(6.0, alive=tuple("bcd"))
     assert owner(leader) != "b" and members(leader) == "abcd"
     assert f"{owner(leader)} takes over microbatch 1: b does not say where" in leader.reasons
@@ -733,7 +746,7 @@ def test_a_slow_step_that_gets_on_keeps_its_owners() -> None:
     for done in range(1, 16):
         leader.wait(QUIET_S - 1.0, alive=tuple("bcd"))
         leader.heartbeat("b", tuple(range(done)))
-    assert leader.view.owners == owners and members(leader) == "abcd" and leader.sent(BookerRequest) == []
+    assert leader.view.owners == owners and members(leader) == "abcd"
 
 
 def test_a_microbatch_never_returns_to_an_owner_that_had_it_in_this_step() -> None:
@@ -770,12 +783,12 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
     leader = a_run("bcdef")
     leader.heartbeat("a", (0, 1, 2, 3))
     leader.heartbeat("b", (0, 3))
-    for _ in range(80):
+    while "d" in members(leader):
         leader.wait(0.5, alive=tuple("bcdef"))
+        assert leader.now < QUIET_S
         for index in (1, 2):
-            if "d" in members(leader):
-                leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d", slow=1))
-    assert members(leader) == "abcef" and "d keeps 2 owners waiting" in leader.reasons
+            leader.hear(owner(leader, index), Booker(0, 0, index, 1, at="d", slow=1))
+    assert members(leader) == "abcef" and "d keeps b and c waiting while nothing is booked" in leader.reasons
 
 
 # ---------------------------------------------------------------------------------------------------------- why it stalls

@@ -137,7 +137,7 @@ class LeaderRig:
         for stage, group in enumerate(round_.groups):
             for share in group:
                 digest = digests.get(share.peer, f"sum {stage}")
-                self.hear(share.peer, Reduced(round_.epoch, round_.step, round_.round, digest, 4.5))
+                self.hear(share.peer, Reduced(round_.epoch, round_.step, round_.round_of(stage), digest, 4.5))
 
     def sent(self, kind: type) -> list[tuple[str, Wire]]:
         return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
@@ -241,6 +241,51 @@ def test_a_round_is_given_up_and_made_anew_without_the_member_that_died() -> Non
     assert leader.view.step == 0
     leader.reduce()
     assert leader.view.step == 1
+
+
+def test_after_a_death_its_stage_alone_averages_again_and_the_other_exchange_goes_on() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.fill_books()
+    first = leader.rounds()[-1]
+    leader.wait(5.0, alive=("b",))  # c dies
+    leader.hear("b", Reduced(0, 0, first.round, "sum 1", 4.5))  # between two rounds: b says so again in the next
+    leader.heartbeat("a", (0, 2, 1, 3))
+    second = leader.rounds()[-1]
+    assert second.kept == (second.round, first.round) and second.groups[1] == first.groups[1]
+    leader.hear("a", Reduced(0, 0, second.round, "sum 0", 4.5))
+    leader.hear("b", Reduced(0, 0, second.round, "sum 1", 4.5))  # no exchange of its stage has this number
+    assert leader.view.step == 0
+    leader.hear("b", Reduced(0, 0, first.round, "sum 1", 4.5))
+    last = leader.view.last
+    assert last is not None and (leader.view.step, last.round, last.kept) == (1, second.round, second.kept)
+
+
+def test_a_round_that_failed_is_repeated_by_all_stages() -> None:
+    leader = LeaderRig()
+    leader.start()
+    leader.fill_books()
+    first = leader.rounds()[-1]
+    leader.hear("b", RoundFailed(0, 0, first.round, "no memory"))
+    leader.wait(5.0, alive=("b",))  # c dies, too
+    leader.heartbeat("a", (0, 2, 1, 3))
+    again, last = leader.rounds()[1:]
+    assert again.kept == () and last.kept == (last.round, again.round)
+
+
+def test_a_stage_with_a_new_joiner_averages_again_since_that_got_none_of_its_sums() -> None:
+    for newcomers, goes_on in ((("d",), True), (("d", "e"), False)):
+        leader = LeaderRig()
+        leader.start()
+        leader.fill_books()
+        leader.wait(5.0, alive=("b",))  # c dies
+        for peer in newcomers:
+            leader.join(peer)
+            leader.heartbeat(peer, ready=False)
+        leader.heartbeat("a", (0, 2, 1, 3))
+        round_ = leader.rounds()[-1]
+        assert round_.joiners == (("d",), ("e",) if "e" in newcomers else ())
+        assert bool(round_.kept) is goes_on
 
 
 def test_no_round_is_begun_with_a_member_that_a_new_leader_has_not_heard() -> None:

@@ -11,7 +11,7 @@ import pytest
 from shoal.core.messages import Member, Settings, View
 from shoal.core.trainer.choice import in_progress
 from shoal.core.trainer.microbatch import Hop, Kind, new_microbatch
-from shoal.core.trainer.routing import BACKWARD_SIZE, MOST_WAIT_S, Routes
+from shoal.core.trainer.routing import BACKWARD_SIZE, COLD_S, MOST_WAIT_S, OTHERS, PATIENCE, Routes
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, min_request_timeout_s=2.0, heartbeat_timeout_s=4.0)
 
@@ -377,3 +377,12 @@ def test_a_turn_is_skipped_where_another_replica_answers_much_sooner() -> None:
     assert routes.choose(0, 0.0, index=0, load={"a": 30.0}) == ("b", "expected to answer first")
     routes.failed("a", 0.0)
     assert routes.choose(0, 0.0, index=0) == ("b", "expected to answer first"), "a banned replica has no turn"
+
+
+def test_what_other_stages_take_bounds_the_guess_of_one_that_nothing_is_known_of() -> None:
+    routes = Routes(SETTINGS, Random(0))
+    routes.on_view((Member("a", 0), Member("b", 1)), 0.0)
+    assert not routes.knows("b") and routes.due("b", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * COLD_S
+    for seconds in (0.01, 0.02):
+        routes.answered("a", seconds, 1.0, 0.0)
+    assert routes.knows("b") and routes.due("b", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * OTHERS * 0.02

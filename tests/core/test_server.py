@@ -736,12 +736,40 @@ def test_a_round_that_lists_a_fenced_replica_is_not_begun() -> None:
     assert play.tasks() == [] and "replica is listed" in play.sends(RoundFailed)[0][1].reason
 
 
-def test_a_loss_in_another_stage_ends_the_round_too() -> None:
+def after_a_loss_in_another_stage() -> Play:
+    """The exchange of my stage began in round 1 and goes on."""
     play = started()
     play.view(without(OTHER))
     play.hear(REPLICA, ReduceChunk(0, 0, 1, 0), 1)
+    play.done(play.task(Add))
+    return play
 
-    assert play.tasks() == []
+
+def the_next_round(mine: tuple[int, ...] = (0, 2)) -> Round:
+    own = a_round(mine=mine).groups[1]
+    return Round(0, 0, 2, 2, ((Share(OWNER, (0, 1, 2, 3)),), own), kept=(2, 1))
+
+
+def test_after_a_loss_in_another_stage_my_stages_exchange_goes_on_under_its_number() -> None:
+    play = after_a_loss_in_another_stage()
+    play.hear(OWNER, the_next_round())
+    play.hear(REPLICA, GatherChunk(0, 0, 1, 1), 1)
+    play.done(play.task(Gather), digest="g1", norm_sq=4.0)
+    assert play.sends(Reduced) == [(OWNER, Reduced(0, 0, 1, "g1", 4.0), ())]
+    play.hear(OWNER, the_next_round())
+    assert play.sends(Reduced) == [(OWNER, Reduced(0, 0, 1, "g1", 4.0), ())] and play.tasks() == []
+
+    last = Committed(0, 2, 2.0, 1.0, ("g0", "g1"), the_next_round().groups, kept=(2, 1))
+    play.view(msgspec.structs.replace(without(OTHER, 3), step=1, last=last))
+    assert play.task(Apply).round == 1
+
+
+def test_an_exchange_goes_on_only_with_what_i_booked() -> None:
+    play = after_a_loss_in_another_stage()
+    play.hear(OWNER, the_next_round(mine=(0, 1)))
+
+    ((_, failed, _),) = play.sends(RoundFailed)
+    assert failed.round == 1 and "not of what I booked" in failed.reason
 
 
 def test_an_aborted_rounds_blobs_go_when_the_task_that_reads_them_has_ended() -> None:
@@ -798,8 +826,8 @@ def test_a_gradient_that_is_not_finite_ends_the_round_without_a_culprit() -> Non
 
 def test_what_is_missing_is_asked_for_again_at_the_deadline() -> None:
     play = started()
-    assert play.server.deadline == 2.0
-    play.tick(2.0)
+    assert play.server.deadline == 1.0
+    play.tick(1.0)
 
     assert [(peer, m.chunk, m.sum) for peer, m, _ in play.sends(Resend)] == [(REPLICA, 0, False), (REPLICA, 1, True)]
     asked = []
@@ -809,7 +837,9 @@ def test_what_is_missing_is_asked_for_again_at_the_deadline() -> None:
         play.tick(at)
         asked += [at] if play.sends(Resend) else []
     waits = [after - before for before, after in pairwise(asked)]
-    assert asked[:2] == [6.0, 8.0] and waits[1:10] == [0.5] * 9, "as often as the leader hears of it, which may judge"
+    assert asked[:4] == [3.0, 4.0, 5.0, 6.0] and waits[3:11] == [0.5] * 8, (
+        "as often as the leader hears of it, which may judge"
+    )
     assert waits[11:] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0], "the line may be slow: less and less often"
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.core.leader.evictions import COMPLAINTS, Conduct
-from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.membership import owners_of
-from shoal.core.leader.stalls import (
+from shoal.core.leader.books.stalls import (
     ANSWER_BEATS,
     ASKED,
     FIRST,
@@ -23,6 +20,9 @@ from shoal.core.leader.stalls import (
     TOO_LONG,
     Stalls,
 )
+from shoal.core.leader.evictions import COMPLAINTS, Conduct
+from shoal.core.leader.ledger import Ledger
+from shoal.core.leader.membership import owners_of
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.rounds import Group
 
-from shoal.core.allreduce.waiting import NEWCOMER, TELL, TELL_BEATS, COLD_Bps, Copies, Pace, RoundTimes, Waiting
+from shoal.core.allreduce.waiting import LEAST, NEWCOMER, TELL, TELL_BEATS, COLD_Bps, Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits, Share
 
 NAMES = ("a", "b", "c", "d")
@@ -88,7 +88,7 @@ def test_nothing_is_told_before_several_usual_times_without_anything_new(kind: t
     play = Group(NAMES, 4000)
     play.lost = lambda source, target, message: source == "c" and isinstance(message, kind)
     play.begin()
-    patience_s = max(play.settings.min_request_timeout_s, 4 * 4000 / COLD_Bps)
+    patience_s = max(LEAST * play.settings.min_request_timeout_s, 4 * 4000 / COLD_Bps)
     play.run(until=lambda: bool(play.waits))
     assert play.now >= max(TELL * patience_s, TELL_BEATS * play.settings.heartbeat_s)
     assert [1 for _, _, message in play.sent if isinstance(message, Resend)], "what is missing was asked for first"
@@ -161,7 +161,7 @@ def test_whoever_is_asked_in_vain_for_a_sum_says_whose_part_it_lacks_itself() ->
     late: list[tuple[Peer, Peer]] = []
 
     def lost(source: Peer, target: Peer, message: object) -> bool:
-        if (source, target) == ("d", "b") and isinstance(message, ReduceChunk) and play.now < 5.0:
+        if (source, target) == ("d", "b") and isinstance(message, ReduceChunk) and play.now < 2.5:
             late.append((source, target))
             return True
         return (source, target) == ("c", "b") and isinstance(message, ReduceChunk)

@@ -250,6 +250,21 @@ def test_a_stages_last_replica_that_dies_after_its_part_of_the_round_is_not_wait
     assert run.tally.lost_stages == 1 and run.progress.step > 300 and not run.stuck
 
 
+def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() -> None:
+    job = a_job(8)
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None
+    at_s = step.microbatches_s + 0.5 * step.averaging_s
+    run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0)
+    run.play(at_s + job.patience.detection_s + 1e-6)
+    lost = job.stage_of[1]
+    again, went_on = run.progress.exchange_s[lost], run.progress.exchange_s[1 - lost]
+    assert run.progress.phase.value == "averaging" and run.progress.redo[lost] > 0 == run.progress.redo[1 - lost]
+    assert went_on <= 0.5 * step.averaging_s < again
+    run.play(HOUR_S, steps=1)
+    assert run.progress.step == 1
+
+
 def test_a_clock_too_coarse_for_the_rest_of_a_phase_ends_the_phase() -> None:
     """A double of many seconds counts in steps that are longer than what is left of some phases."""
     after_s = 3e9

@@ -114,7 +114,7 @@ def forgets_a_waiting_microbatch(patch: Patch) -> None:
 
 def averages_a_fenced_peer(patch: Patch) -> None:
     """A round goes on although a member of it has left the view."""
-    patch.setattr(rounds, "fenced", lambda message, view: None)
+    patch.setattr(rounds, "fenced", lambda message, view, stages: None)
     patch.setattr(facts, "fenced", lambda message, view: None)
 
 

@@ -135,6 +135,11 @@ class Committed(Value, frozen=True):
     heldout: float | None = None  # mean loss over the counted held-out tokens, with the parameters before this step
     rewards: Rewards | None = None  # of the step's preference pairs
     heldout_rewards: Rewards | None = None  # of the held-out ones
+    kept: tuple[Count, ...] = ()  # of each stage, the round that its exchange began in (Round.kept)
+
+    def round_of(self, stage: Stage) -> int:
+        """The round that the stage's exchange began in."""
+        return self.kept[stage] if stage < len(self.kept) else self.round
 
 
 class HeldOut(Value, frozen=True):
@@ -726,7 +731,9 @@ class Books(Wire, frozen=True):
 
 class Round(Wire, frozen=True):
     """Leader to members: average now. groups[s] lists the replicas of stage s with what each brings, joiners[s] the joiners
-    that still download: they get the sums too, and apply them later."""
+    that still download: they get the sums too, and apply them later. kept[s] is the round that the exchange of stage s began in: an earlier
+    one goes on or is over, since the peers that have left were none of its group. Messages between replicas, and theirs to the leader,
+    name that round. (): all begin with this one."""
 
     epoch: Count
     step: Count
@@ -734,6 +741,15 @@ class Round(Wire, frozen=True):
     view: Count
     groups: tuple[tuple[Share, ...], ...]
     joiners: tuple[tuple[Peer, ...], ...] = ()
+    kept: tuple[Count, ...] = ()
+
+    def round_of(self, stage: Stage) -> int:
+        """The round that the stage's exchange began in."""
+        return self.kept[stage] if stage < len(self.kept) else self.round
+
+    def at(self, stage: Stage) -> Round:
+        """As replicas of that stage see it: numbered like their exchange."""
+        return msgspec.structs.replace(self, round=self.round_of(stage), kept=()) if self.kept else self
 
 
 class ReduceChunk(Wire, frozen=True):
@@ -819,7 +835,8 @@ class RoundWaits(Wire, frozen=True):
 
 class BookerRequest(Wire, frozen=True):
     """Leader to owner: whose gradient of your microbatch did you get at that stage? Either two say that they have booked it, or nobody
-    does, and nothing is booked any more. Answer: Booker."""
+    does, and nothing is booked any more. To the server for which an owner waits: have you got it, and for whom do you wait? Answer:
+    Booker."""
 
     epoch: Count
     step: Count
@@ -828,7 +845,9 @@ class BookerRequest(Wire, frozen=True):
 
 
 class Booker(Wire, frozen=True):
-    """`peer` is empty while none has answered; then `at` is who I wait for. `slow`: how many were late with this hop, that one too."""
+    """`peer` is empty while none has answered; then `at` is who I wait for. `slow`: how many were late with this hop, that one too. Of a
+    server: `peer` is its own name if it has booked the microbatch; `at` is who does not give it a tensor, its own name if it lacks
+    none, empty if it has not got the hop."""
 
     epoch: Count
     step: Count

@@ -350,7 +350,9 @@ class PeerMachine:
         """The leader's requests, and messages between members and joiners. What others send is dropped."""
         peer, message = event.peer, event.message
         if isinstance(message, BookerRequest):
-            return self.trainer.on_who_booked(peer, message) if peer == self.register.leader else []
+            if peer != self.register.leader:
+                return []
+            return self.trainer.on_who_booked(peer, message) or self.server.on_who_booked(peer, message)
         if isinstance(message, FROM_LEADER):
             allowed = peer == self.register.leader
         else:

@@ -22,6 +22,7 @@ from shoal.planner.prediction.seats import handed_bytes
 
 SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads
 REMEMBERED = 1000.0  # seconds of moves that a decision may still ask for
+HOUR_S = 3600.0
 
 
 class Joiner(msgspec.Struct, frozen=True):
@@ -147,9 +148,9 @@ class Crew:
         return election_s
 
     @property
-    def missed(self) -> bool:
-        """The open round waits for a dead member."""
-        return any(not lost.reported for lost in self.dead.values())
+    def missed(self) -> set[int]:
+        """Stages whose exchange of the open round waits for a dead member."""
+        return {lost.member.stage for lost in self.dead.values() if not lost.reported}
 
     def begin_step(self) -> None:
         """The dead have no books of a new step."""
@@ -241,3 +242,35 @@ class Crew:
             rate_Bps = device.disk_Bps if not member.back and device.disk_Bps else device.down_Bps
             seconds.append(self.job.state_bytes[member.stage] / (rate_Bps or math.inf))
         return max(seconds)
+
+
+class Bill:
+    """Hours that machines were there, and bytes that they sent, by kind."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        kinds = len(job.machines.kinds)
+        self._there, self.hours, self.sent_bytes = [0] * kinds, [0.0] * kinds, [0.0] * kinds
+
+    def _kind(self, peer: Peer) -> int:
+        return self._job.machines.kind_of[slot_of(peer)]
+
+    @property
+    def there(self) -> int:
+        return sum(self._there)
+
+    def come(self, peer: Peer) -> None:
+        self._there[self._kind(peer)] += 1
+
+    def go(self, peer: Peer) -> None:
+        self._there[self._kind(peer)] -= 1
+
+    def spend(self, seconds: float) -> None:
+        for kind, count in enumerate(self._there):
+            if count:
+                self.hours[kind] += count * seconds / HOUR_S
+
+    def send(self, crew: Crew) -> None:
+        """One step's microbatches and averaging."""
+        for kind, nbytes in enumerate(crew.sent_bytes()):
+            self.sent_bytes[kind] += nbytes

@@ -18,7 +18,8 @@ import msgspec
 from shoal import units
 from shoal.core import messages as m
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.forecaster import HOUR_S, History, Parts, Tally
+from shoal.forecasting.crew import HOUR_S
+from shoal.forecasting.forecaster import History, Parts, Tally
 from shoal.forecasting.job import Job
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch

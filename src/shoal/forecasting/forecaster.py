@@ -2,7 +2,8 @@
 
 Between two events the step that is trained advances at the rate of those who serve (rates.py). A death costs what it costs a real run: its
 part of all requests waits until it is evicted; its books of the step are computed again by its stage's others, beside the step's work
-where they have time left; a round that was open begins again; the last replica of a stage sends everybody back to the newest checkpoint.
+where they have time left; its stage's exchange of a round that was open begins again, those of other stages go on; the last replica of a
+stage sends everybody back to the newest checkpoint.
 Who joins, where, and who moves is crew.py's. Not in it: lost messages, slow or hostile peers, full queues and stores.
 """
 
@@ -19,14 +20,13 @@ from shoal import units
 from shoal.core.leader.rules.admission import ENTER_BEATS
 from shoal.core.messages import Peer
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.crew import Crew, slot_of
+from shoal.forecasting.crew import Bill, Crew
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import StepModel, StepTime, trip_s
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second
 AT_ONCE_MOST = 1000  # events at one moment, beside those of machines that come and go: a step has a handful
-HOUR_S = 3600.0
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -76,7 +76,8 @@ class Progress(msgspec.Struct):
     passed: float = 0.0
     redo: list[float] = []  # microbatches to be computed again, by stage
     redo_s: float = 0.0  # the moment until which the first of them is on its way at least
-    left_s: float = NEVER  # of a phase that is not COMPUTING
+    left_s: float = NEVER  # of a phase that is neither COMPUTING nor AVERAGING
+    exchange_s: list[float] = []  # of each stage's exchange of the round that is open
     saved: int = 0
     began_s: float = 0.0  # the step
     step_s: float = NEVER  # the last one took
@@ -97,11 +98,11 @@ class Run:
         self.job, self.model = job, model
         self.crew = Crew(job)
         self.now = 0.0
-        self.progress = Progress(redo=[0.0] * job.stages)
+        self.progress = Progress(redo=[0.0] * job.stages, exchange_s=[0.0] * job.stages)
         self.parts = dict.fromkeys(Parts.__struct_fields__, 0.0)
         self.tally = Tally()
         self.stuck = ""
-        self.bill = _Bill(job)
+        self.bill = Bill(job)
         self._since_saved = dict(self.parts)  # parts when the newest checkpoint was made
         self._hash = hashlib.sha256()
         self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
@@ -148,8 +149,11 @@ class Run:
         progress, time = self.progress, self._time
         if self.stuck:
             return NEVER
-        if progress.phase is not Phase.COMPUTING:
-            return NEVER if progress.phase is Phase.AVERAGING and self.crew.missed else progress.left_s
+        if progress.phase not in (Phase.COMPUTING, Phase.AVERAGING):
+            return progress.left_s
+        if progress.phase is Phase.AVERAGING:
+            each = zip(self._redo_s(), progress.exchange_s, strict=True)
+            return NEVER if self.crew.missed else max(redo_s + left_s for redo_s, left_s in each)
         if time is None:
             return NEVER
         if progress.passed < 1:
@@ -157,13 +161,21 @@ class Run:
             return (1 - progress.passed) * time.microbatches_s / opened if opened > ROUNDING else NEVER
         if self.crew.dead:
             return NEVER  # books of theirs are missing
-        rates = zip(progress.redo, time.stage_rates, strict=True)
-        return max(progress.redo_s - self.now, *(redo / rate for redo, rate in rates))
+        return max(progress.redo_s - self.now, *self._redo_s())
+
+    def _redo_s(self) -> list[float]:
+        """Until each stage has computed again what was lost; NEVER where a stage has nobody."""
+        least_s, redo = self.progress.redo_s - self.now, self.progress.redo
+        rates = self._time.stage_rates if self._time is not None else (0.0,) * len(redo)
+        each = zip(redo, rates, strict=True)
+        return [max(least_s, lost / rate if rate else NEVER) if lost > 0 else 0.0 for lost, rate in each]
 
     def _advance(self, seconds: float) -> None:
         progress, time, parts = self.progress, self._time, self.parts
         self.bill.spend(seconds)
-        if self.stuck or progress.phase is Phase.LOST or (progress.phase is not Phase.GATHERING and time is None):
+        if progress.phase is Phase.AVERAGING and not self.stuck:
+            self._average(seconds)
+        elif self.stuck or progress.phase is Phase.LOST or (progress.phase is not Phase.GATHERING and time is None):
             parts["stalled"] += seconds
         elif progress.phase is Phase.GATHERING:
             parts["joining" if self.bill.there >= self.job.stages else "stalled"] += seconds
@@ -171,10 +183,19 @@ class Run:
             assert time is not None
             self._compute(seconds, time)
         else:
-            waits = progress.phase is Phase.AGREEING or self.crew.missed
-            parts["waiting" if waits else "averaging"] += seconds
-        if progress.left_s < NEVER and not (progress.phase is Phase.AVERAGING and self.crew.missed):
+            parts["waiting"] += seconds
+        if progress.left_s < NEVER:
             progress.left_s -= seconds
+
+    def _average(self, seconds: float) -> None:
+        """A stage that waits for a dead replica stands still; one that has lost books computes them again first."""
+        progress, missed, redo_s = self.progress, self.crew.missed, self._redo_s()
+        what = "averaging" if self._time is not None else "stalled"
+        self.parts["waiting" if missed else "redone" if max(redo_s) > 0 else what] += seconds
+        for stage in (stage for stage in range(self.job.stages) if stage not in missed):
+            left_s = redo_s[stage]
+            progress.redo[stage] *= 0.0 if left_s <= seconds + ROUNDING else 1.0 - seconds / left_s
+            progress.exchange_s[stage] = max(progress.exchange_s[stage] - max(seconds - left_s, 0.0), 0.0)
 
     def _compute(self, seconds: float, time: StepTime) -> None:
         progress, parts, opened = self.progress, self.parts, self._open()
@@ -214,8 +235,9 @@ class Run:
             self.bill.come(peer)
         elif change == "asks":
             self.tally.joins += 1
-            rest_s = self.progress.left_s if self.progress.phase in (Phase.AVERAGING, Phase.AGREEING) else 0.0
-            crew.admit(peer, self.now + rest_s, self.progress.step_s)  # nobody is admitted while a round is open
+            rest_s = self._left_s() if self.progress.phase in (Phase.AVERAGING, Phase.AGREEING) else 0.0
+            # Nobody is admitted while a round is open; one that waits for the dead is closed soon
+            crew.admit(peer, self.now + (rest_s if rest_s < NEVER else 0.0), self.progress.step_s)
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
@@ -242,9 +264,7 @@ class Run:
             progress.phase, progress.left_s = Phase.LOST, self.job.patience.lost_stage_wait_s
             self.tally.lost_stages += 1
             return
-        if progress.phase is Phase.AVERAGING:
-            progress.phase, progress.passed, progress.left_s = Phase.COMPUTING, 1.0, NEVER
-        if progress.phase is Phase.COMPUTING:
+        if progress.phase in (Phase.COMPUTING, Phase.AVERAGING):
             for one in lost:
                 self._redo(one.member.stage, one.share * one.passed)
                 self._take_over(one.passed, len(crew.members) + 1)
@@ -264,13 +284,15 @@ class Run:
             return list(range(self.job.stages))
         if progress.phase is not Phase.AVERAGING or time is None:
             return []
-        passed_s = time.averaging_s - progress.left_s
-        return [stage for stage, seconds in enumerate(time.reduced_s) if seconds <= passed_s]
+        ends = zip(time.reduced_s, progress.exchange_s, strict=False)
+        return [stage for stage, (seconds, left_s) in enumerate(ends) if seconds <= time.averaging_s - left_s]
 
     def _redo(self, stage: int, share: float) -> None:
         """That share of the step's microbatches. Books are asked for, then a replica that has the input is."""
         job, progress = self.job, self.progress
         progress.redo[stage] += share * job.microbatches
+        if progress.phase is Phase.AVERAGING and self._time is not None:
+            progress.exchange_s[stage] = self._time.averaging_s
         if share:
             alone_s = 4 * job.delay_s + float(job.hop_s[:, stage].mean())
             progress.redo_s = max(progress.redo_s, self.now + alone_s)
@@ -320,7 +342,7 @@ class Run:
             self._go_back()
         elif progress.phase is Phase.COMPUTING:
             assert self._time is not None, "without a stage nothing is computed"
-            progress.phase, progress.left_s = Phase.AVERAGING, self._time.averaging_s
+            progress.phase, progress.exchange_s = Phase.AVERAGING, [self._time.averaging_s] * self.job.stages
             self._agreeing_s = self._time.agreeing_s
         elif (
             progress.phase is Phase.AVERAGING
@@ -410,38 +432,6 @@ class _Arrivals:
         while self._at < len(self._events) and self._events[self._at][0] <= now:
             self._at += 1
         return [(what, peer) for _, _, what, peer in self._events[first : self._at]]
-
-
-class _Bill:
-    """Hours that machines were there, and bytes that they sent, by kind."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        kinds = len(job.machines.kinds)
-        self._there, self.hours, self.sent_bytes = [0] * kinds, [0.0] * kinds, [0.0] * kinds
-
-    def _kind(self, peer: Peer) -> int:
-        return self._job.machines.kind_of[slot_of(peer)]
-
-    @property
-    def there(self) -> int:
-        return sum(self._there)
-
-    def come(self, peer: Peer) -> None:
-        self._there[self._kind(peer)] += 1
-
-    def go(self, peer: Peer) -> None:
-        self._there[self._kind(peer)] -= 1
-
-    def spend(self, seconds: float) -> None:
-        for kind, count in enumerate(self._there):
-            if count:
-                self.hours[kind] += count * seconds / HOUR_S
-
-    def send(self, crew: Crew) -> None:
-        """One step's microbatches and averaging."""
-        for kind, nbytes in enumerate(crew.sent_bytes()):
-            self.sent_bytes[kind] += nbytes
 
 
 def forecast(

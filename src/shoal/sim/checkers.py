@@ -39,17 +39,19 @@ class Rounds:
 
     def __init__(self) -> None:
         self.newest = 0  # the highest number
-        self._groups: dict[tuple[int, int, int], tuple[Shares, ...]] = {}  # epoch, step, round
+        self._groups: dict[tuple[int, int, int], dict[int, Shares]] = {}  # by epoch, step, round; then by stage
         self._met: dict[tuple[object, ...], set[m.Peer]] = {}
 
     def begin(self, message: m.Round) -> None:
-        self._groups.setdefault((message.epoch, message.step, message.round), message.groups)
+        for stage, group in enumerate(message.groups):  # a stage whose exchange goes on keeps its group
+            known = self._groups.setdefault((message.epoch, message.step, message.round_of(stage)), {})
+            known.setdefault(stage, group)
         self.newest = max(self.newest, message.round)
 
     def group_of(self, peer: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> tuple[m.Peer, ...]:
         """With whom that peer averages in that round, itself too."""
-        groups = self._groups.get((message.epoch, message.step, message.round), ())
-        listed = ([share.peer for share in group] for group in groups)
+        groups = self._groups.get((message.epoch, message.step, message.round), {})
+        listed = ([share.peer for share in group] for group in groups.values())
         return next((tuple(names) for names in listed if peer in names), ())
 
     def meet(self, peer: m.Peer, to: m.Peer, message: m.ReduceChunk | m.GatherChunk) -> str:
@@ -233,7 +235,9 @@ class Watch:
         """A gradient is applied only if the agreed view says that its round was committed."""
         last = self.commits.known.get((view.epoch, task.step)) if view is not None else None
         scale = self.settings.scale(last.counted) if last is not None else 0.0
-        if last is None or (last.round, last.norm, scale) != (task.round, task.norm, task.scale):
+        there = view.members + view.joining if view is not None else ()
+        stage = next((one.stage for one in there if one.peer == peer), 0)
+        if last is None or (last.round_of(stage), last.norm, scale) != (task.round, task.norm, task.scale):
             self.report(peer, "apply", f"{task} although step {task.step} was committed as {last}")
 
     def holds(self, peer: m.Peer, epoch: int, stage: int, version: int, digest: str) -> None:

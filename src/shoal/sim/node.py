@@ -80,7 +80,7 @@ class Condition(msgspec.Struct):
     slow: bool = False
     leaving: bool = False
     lies: float = 0.0  # probability that a message it sends is faulty
-    was_unlike: bool = False  # its machine was unlike the others: it was evicted for a reason
+    was_unlike: bool = False  # it had other bits, was slower or sent faulty messages: it was evicted for a reason
 
 
 class Pause:

@@ -22,7 +22,7 @@ spared. It is spared only if parts and sums are on their way at the same time: s
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from math import isqrt
@@ -289,12 +289,13 @@ def _others(peers: tuple[Peer, ...], peer: Peer) -> tuple[Peer, ...]:
     return peers[at + 1 :] + peers[:at]
 
 
-def fenced(message: Round, view: View) -> Peer | None:
-    """A peer the round lists although the agreed view has put it out, or has made it a joiner whose books are void."""
+def fenced(message: Round, view: View, stages: Container[int] | None = None) -> Peer | None:
+    """A peer the round lists, at one of `stages` if they are given, although the agreed view has put it out, or has made it a joiner whose
+    books are void."""
     serving = {(member.peer, member.stage) for member in view.members}
     joining = {(member.peer, member.stage) for member in view.joining}
     for stage, group in enumerate(message.groups):
-        for share in group:
+        for share in group if stages is None or stage in stages else ():
             seat = share.peer, stage
             if seat not in serving and (seat not in joining or share.indices):
                 return share.peer

@@ -5,6 +5,9 @@ part, who adds which chunk, and who sends it to whom. Here: ReduceChunk, GatherC
 round that ends early leaves behind. At most one round is held; a newer number replaces it. A task that is running when its round
 ends goes on, and its blobs go with it.
 
+Rounds are numbered by stage: where a peer of another stage has died, the next Round keeps the number of my stage's exchange, which goes on
+meanwhile. So a round here is my stage's exchange, and its number is Round.round_of(stage).
+
 In a group of one row the owner of a chunk adds what all replicas send, and sends the sum to all. Of several rows the owner of a row's
 chunk adds what its row sends, cuts that sum and sends it to those who add up the rows; the sum that it receives it sends to its row.
 
@@ -110,6 +113,8 @@ class Rounds:
         assert view is not None
         current = self._current
         if current is not None and current.message.round == message.round:
+            if me not in [msgspec.structs.replace(one, line_rate=0) for one in message.groups[self._stage]]:
+                return self.fail(message, f"the round is not of what I booked, {len(me.indices)} microbatches")
             return self._report() if current.reduced else []
         if message.round <= self._newest:
             return self._report_failed(message, self._reason or f"round {self._newest} is newer", "")
@@ -169,9 +174,10 @@ class Rounds:
         return commands + early
 
     def on_view(self, view: View) -> list[Command]:
-        """A view of the same step: a peer that left it is fenced, so a round that lists it must not be finished."""
+        """A view of the same step: a peer that left it is fenced, so an exchange with it must not be finished. Those of other stages are
+        their own replicas' to end, and the leader's, who commits none of them."""
         commands = self._early.keep_senders(self._serves)
-        lost = fenced(self._current.message, view) if self._current is not None else None
+        lost = fenced(self._current.message, view, (self._stage,)) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
     def holds(self, last: Committed) -> bool:
@@ -179,7 +185,7 @@ class Rounds:
         reduced = self._current.reduced if self._current is not None else None
         return (
             reduced is not None
-            and (reduced.step, reduced.round) == (last.step, last.round)
+            and (reduced.step, reduced.round) == (last.step, last.round_of(self._stage))
             and self._stage < len(last.digests)
             and last.digests[self._stage] == reduced.digest
         )

@@ -18,6 +18,7 @@ from shoal.core.messages import Peer, Share
 
 TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
 TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it begins
+LEAST = 0.5  # of min_request_timeout_s: nothing is asked for sooner, as asking costs nothing and a chunk may be lost
 COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it, unless its line is planned
 FP32 = 4  # bytes of a value
 NEWCOMER = 4  # times that a round may take longer with somebody new
@@ -37,7 +38,7 @@ class Pace(msgspec.Struct, frozen=True):
 
     @property
     def patience_s(self) -> float:
-        return max(self.least_s, self.usual_s)
+        return max(LEAST * self.least_s, self.usual_s)
 
     @property
     def vain_s(self) -> float:

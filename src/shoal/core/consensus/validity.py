@@ -159,6 +159,8 @@ def _commit(before: View, last: Committed, settings: Settings) -> str:
     if last.skipped:
         in_a_row = skipped_in_a_row(before) + 1
         return "" if last.skipped == in_a_row else f"{last.skipped} steps are skipped in a row, not {in_a_row}"
+    if last.kept and (len(last.kept) != settings.stages or max(last.kept) > last.round):
+        return f"a commit of round {last.round} whose exchanges began in rounds {last.kept}"
     present = {member.peer: member.stage for member in before.members + before.joining}
     for stage, group in enumerate(last.groups):
         others = [share.peer for share in group if present.get(share.peer) != stage]

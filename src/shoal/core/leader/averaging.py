@@ -1,7 +1,8 @@
 """Rounds of the step that is trained: the one that is open, and what became of those before it. For facts.py and leader.py.
 
 A round averages the gradients of every stage's replicas (core/allreduce). The leader sends it, collects a Reduced from every
-participant, and tries again with a longer pause when one gives up or sums differ.
+participant, and tries again with a longer pause when one gives up or sums differ. When a participant is lost, the next round is new for its
+stage alone: the exchanges of the others go on.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ class OpenRound(msgspec.Struct):
         """Every participant has reported its reduced gradient."""
         return len(self.reduced) >= sum(len(group) for group in self.message.groups)
 
+    def number_of(self, peer: Peer) -> int | None:
+        """The round that the exchange of that participant's stage began in."""
+        stages = (stage for stage, group in enumerate(self.message.groups) if any(one.peer == peer for one in group))
+        return next((self.message.round_of(stage) for stage in stages), None)
+
 
 class StepRounds:
     """`open` is None between two rounds. The rest is of the step that is trained, but for `count`, which is of the leader's term."""
 
     def __init__(self) -> None:
         self.open: OpenRound | None = None
+        self.interrupted: Round | None = (
+            None  # of the step; since then participants were lost, and it has not failed otherwise
+        )
         self.count = 0
         self.failures: Counter[Peer | tuple[Peer, Peer]] = Counter()  # by who gave up, and by (who, because of whom)
         self.tries = 0  # rounds that had to be tried again
@@ -48,16 +57,20 @@ class StepRounds:
 
     def on_step(self) -> None:
         """A step begins."""
+        self.interrupted = None
         self.failures.clear()
         self.differing.clear()
         self.tries, self.not_before, self.disagreements, self.asked_owner = 0, float("-inf"), 0, None
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        """Close the round, since participants are lost: their stages repeat it."""
+        if self.open is not None:
+            self.interrupted = self.open.message
         self.open = None
 
     def retry(self, settings: Settings, now: float) -> None:
-        """Close the round; the next one is opened after a pause that doubles."""
-        self.close()
+        """Close the round; all stages repeat it, after a pause that doubles."""
+        self.open = self.interrupted = None
         self.not_before = now + settings.heartbeat_s * 2 ** min(self.tries, PAUSES)
         self.tries += 1
 
@@ -69,8 +82,8 @@ class StepRounds:
         """The open round, if that is what its participant `peer` reports on."""
         if self.open is None or peer not in self.open.sent_at:
             return None
-        of = self.open.message
-        same = (of.epoch, of.step, of.round) == (message.epoch, message.step, message.round)
+        of, number = self.open.message, self.open.number_of(peer)
+        same = (of.epoch, of.step, number) == (message.epoch, message.step, message.round)
         return self.open if same else None
 
     def forgive(self, gap_s: float, now: float) -> None:

@@ -28,10 +28,10 @@ AGE = 64  # steps after which it is forgotten whom a peer has accused
 FEW = 2  # peers that one peer may accuse in any case; more only if they are less than a third
 DIFFERS, TIES = 3, 2  # times that a replica's values differ before it is evicted; from those of one peer alone
 KEPT = 256  # keys that a view remembers
-# A pause grows by this with each eviction, so many times: finding it out again costs the others seconds
-GROWS, GROWN = 4.0, 4
+FIRST_PAUSE = 6.0  # of ban_s: ten times the 4 to 6 s that the others lose until a liar is found out, so that it costs them a tenth
+GROWS, GROWN = 4.0, 3  # with each further eviction, so many times
 # Evictions for which it counts that a peer is left out: each further try of it is a download for the others
-LEFT_OUT = 2
+LEFT_OUT = 1
 OPPONENTS = 2  # peers that one differs with, each time its word against the other's, before it is evicted
 WORDS = 8  # newest complaints of one accuser that are kept
 
@@ -168,6 +168,10 @@ class Conduct:
         most = TIES if tie else DIFFERS
         return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= most else None
 
+    def undecided(self, peer: Peer) -> bool:
+        """It has differed with one other peer alone, which may be the one that lies."""
+        return len(self._opponents.get(key_of(peer), ())) < OPPONENTS and self._differed[key_of(peer)] < DIFFERS
+
     def odd_one(self, joiner: Peer, alone: Peer) -> Verdict | None:
         """A joiner holds another state than its stage's only member: whom to evict, if it is the member, which has differed with another
         before, and the joiner with nobody else."""
@@ -223,7 +227,7 @@ def pause_s(evicted: Iterable[Evicted], peer: Peer, settings: Settings) -> float
 
 
 def _pause_s(times: int, settings: Settings) -> float:
-    return settings.ban_s * GROWS ** min(times - 1, GROWN)
+    return FIRST_PAUSE * settings.ban_s * GROWS ** min(times - 1, GROWN)
 
 
 def evicting(

@@ -1,14 +1,15 @@
-"""What the leader holds against whom. For facts.py, which fills it, and the rules, which read it; forgotten with the leader."""
+"""What is held against whom: the parts that judge, and who is to go, or to download its state again. Of facts.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shoal.core.leader.books.jams import Jams
+from shoal.core.leader.books.stalls import Stalls, Takeovers
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.progress import Progress
-from shoal.core.leader.stalls import Stalls, Takeovers
 from shoal.core.leader.undo.unchecked import Values
-from shoal.core.messages import Index, NonFinite, Peer, Settings, View
+from shoal.core.messages import Booker, Index, NonFinite, Peer, Settings, View
 
 OF_WORK = ("work", "epoch", "since", "started")  # of a view: what is computed under it
 
@@ -19,13 +20,14 @@ class Evidence:
     def __init__(self, name: Peer, settings: Settings) -> None:
         self.conduct = Conduct()
         self.progress = Progress(name, settings)
-        self.stalls = Stalls(settings)
+        self.stalls, self.jams = Stalls(settings), Jams(settings)
         self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
         self.takeovers: Takeovers | None = None  # who it is to be
         self.guilty: dict[Peer, str] = {}  # to be evicted
         self.values = Values()  # what checks of values have shown
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
+        self.parted: dict[Peer, str] = {}  # members that cannot go on beside their stage's only other one
         self.resigns = ""  # why this peer should not lead
         # Of what is computed now, by step, stage and microbatch: by the replica's key.
         self.nonfinite: dict[tuple[int, int, Index], dict[str, NonFinite]] = {}
@@ -36,5 +38,18 @@ class Evidence:
         self.values.on_view(before, view, present)
         if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
+            self.jams.on_step()
         self.stalls.on_view(view)
         self.reassigning, self.takeovers = {}, None
+
+    def forgive(self, gap_s: float, now: float) -> None:
+        """This process was stopped for `gap_s`: what others sent meanwhile is still to be read."""
+        self.progress.forgive(gap_s, now)
+        self.stalls.forgive(now)
+        self.jams.clear()
+        self.reassigning = {}
+
+    def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:
+        """An owner, or a server, says where a microbatch is."""
+        self.stalls.on_answer(peer, answer, now)
+        self.jams.on_answer(peer, answer, now)

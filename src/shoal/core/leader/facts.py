@@ -13,13 +13,13 @@ from shoal.core.allreduce.checked import WrongSums
 from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
+from shoal.core.leader.books.stalls import Takeovers
 from shoal.core.leader.evictions import Dispute, Misfit, Verdict
 from shoal.core.leader.evidence import Evidence
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.requests import Requests, unfit
 from shoal.core.leader.saving import Saving
-from shoal.core.leader.stalls import Takeovers
 from shoal.core.messages import (
     Booker,
     Command,
@@ -173,7 +173,7 @@ class Facts:
         current = self.rounds.open
         opened_again = before is not None and before.ahead and not view.ahead
         if opened_again or (current is not None and fenced(current.message, view) is not None):
-            self.rounds.close()
+            self.rounds.interrupt()
         if before is None or (before.step, before.epoch) != (view.step, view.epoch):
             self._on_step(before, view, now)
         if self.history.step_at is None and view.started:
@@ -181,7 +181,7 @@ class Facts:
         self.saving.on_view(view)
 
     def _on_step(self, before: View | None, view: View, now: float) -> None:
-        self.rounds.close()
+        self.rounds.open = None
         self.rounds.on_step()
         self.evidence.conduct.step()
         self.history.on_step(before, now)
@@ -217,8 +217,9 @@ class Facts:
         for table in tables:
             for peer in [peer for peer in table if peer not in self.present]:
                 del table[peer]
-        for peer in [peer for peer in evidence.stale if peer not in self.serving]:
-            del evidence.stale[peer]
+        for held in (evidence.stale, evidence.parted):
+            for peer in [peer for peer in held if peer not in self.serving]:
+                del held[peer]
 
     def _on_members(self, before: View | None, view: View, now: float) -> None:
         self.requests.pauses.on_view(view.evicted, now)
@@ -252,9 +253,7 @@ class Facts:
         """This process was stopped for `gap_s`: no peer's silence in that time counts."""
         self.received_at = {peer: min(now, at + gap_s) for peer, at in self.received_at.items()}
         self.doubted.clear()
-        self.evidence.progress.forgive(gap_s, now)
-        self.evidence.stalls.forgive(now)
-        self.evidence.reassigning = {}  # what owners answered meanwhile is still to be read
+        self.evidence.forgive(gap_s, now)
         self.rounds.forgive(gap_s, now)
 
     def on_message(self, peer: Peer, message: Wire, now: float) -> list[Command]:
@@ -283,7 +282,7 @@ class Facts:
                 return self._on_round(peer, message, now)
             case Booker():
                 self._on_booker(peer, message)
-                self.evidence.stalls.on_answer(peer, message, now)
+                self.evidence.on_answer(peer, message, now)
             case _:
                 return self.saving.on_message(peer, message, self.places)
         return []
@@ -457,8 +456,12 @@ class Facts:
         for peers in dispute.replicas.values():
             for peer in peers if peers is not right else ():
                 if not any(peer in known for known in (evidence.stale, evidence.unfit, evidence.guilty)):
+                    verdict = evidence.conduct.differs(peer, dispute.why, tie)
+                    if verdict is not None and peer in self.serving and evidence.conduct.undecided(peer):
+                        evidence.parted[peer] = verdict[1]
+                        continue
                     (evidence.stale if peer in self.serving else evidence.unfit)[peer] = dispute.why
-                    self.convict(evidence.conduct.differs(peer, dispute.why, tie))
+                    self.convict(verdict)
 
     def _on_misfit(self, member: Member) -> None:
         evidence, peer = self.evidence, member.peer

@@ -214,10 +214,12 @@ class Leader:
         slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
         commands = evidence.stalls.ask(view, ledger, slowest_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        for verdict in verdicts:
+        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, facts.received_at, now)
+        evidence.reassigning = jam.moves | evidence.reassigning
+        for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)
         facts.changed |= bool(evidence.reassigning)
-        return commands
+        return commands + jam.commands
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         facts, ledger = self.facts, self.facts.ledger(view.step)
@@ -239,13 +241,16 @@ class Leader:
         for peer in opening.waited_for:
             history.waited_s[peer] = history.waited_s.get(peer, 0.0) + complete_s
         facts.rounds.count += 1
+        number = self.term * ROUNDS_PER_TERM + facts.rounds.count
+        goes_on = any(kept is not None for kept in opening.kept)
         message = Round(
             epoch=view.epoch,
             step=view.step,
-            round=self.term * ROUNDS_PER_TERM + facts.rounds.count,
+            round=number,
             view=view.number,
             groups=opening.groups,
             joiners=opening.joiners,
+            kept=tuple(number if kept is None else kept for kept in opening.kept) if goes_on else (),
         )
         facts.rounds.opened(message, self.settings, now)
         return [Send(share.peer, message) for group in message.groups for share in group]

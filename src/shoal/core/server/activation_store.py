@@ -176,6 +176,15 @@ class ActivationStore:
             commands += self._ask(key, now)
         return commands
 
+    def waits_for(self, needed: dict[Key, tuple[Peer, ...]]) -> Peer:
+        """Who is to give what a hop lacks: whoever was asked, else whoever made it; '' if it lacks nothing."""
+        for key in needed:
+            want = self._wants.get(key)
+            if want is not None and key not in self._held:
+                asked = (want.turns[0], *want.sources)
+                return next((peer for peer in asked if peer != self._name), self._name)
+        return ""
+
     def keep_wants(self, needed: Collection[Key]) -> None:
         """No hop needs the others any more."""
         self._wants = {key: want for key, want in self._wants.items() if key in needed}

@@ -14,6 +14,8 @@ import msgspec
 from shoal.core.messages import (
     Backward,
     BlobRef,
+    Booker,
+    BookerRequest,
     Booking,
     Books,
     BooksRequest,
@@ -49,19 +51,12 @@ from shoal.core.messages import (
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
 from shoal.core.server.checks import Checks
-from shoal.core.server.jobs import Declined, Job, Pace, hop_of
+from shoal.core.server.jobs import Book, Declined, Job, Pace, hop_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 from shoal.core.timers import soonest
 
 SOON = 0.1  # of a beat: the wait asked for while a view or a version is on its way
 STUCK = 4.0  # of min_request_timeout_s without a booking while the store is full: then unused tensors go, too
-
-
-class Book(msgspec.Struct):
-    """What is in one step's sum, in the order in which it was added."""
-
-    entries: tuple[Booking, ...] = ()
-    kept: dict[Index, Booking] = msgspec.field(default_factory=dict)
 
 
 class Hops:
@@ -304,6 +299,16 @@ class Hops:
                 commands.append(Send(peer, Books(view.epoch, view.work, view.number, stage, indices)))
         return commands
 
+    def on_who_booked(self, peer: Peer, asked: BookerRequest) -> list[Command]:
+        """The leader wonders: an owner says that it waits for me."""
+        view, index = self._replica.view, asked.index
+        if view is None or (asked.epoch, asked.step) != (view.epoch, view.work):
+            return []
+        jobs = (self._here(index), self._running if self._runs((True, index)) else self._queue.get((True, index)))
+        waits = [self.store.waits_for(needs(job.message)) or self._name for job in jobs if job is not None]
+        booked, at = self._name if index in self._booked else "", waits[0] if waits else ""
+        return [Send(peer, Booker(asked.epoch, asked.step, index, asked.stage, booked, at))]
+
     # ---------------------------------------------------------------------------------------------- boundary tensors
 
     def on_check(self, peer: Peer, message: Check, blobs: tuple[str, ...], fault: str, now: float) -> list[Command]:
@@ -390,12 +395,8 @@ class Hops:
     def _gradient(self, peer: Peer, step: int, index: Index, attempt: int) -> list[Command]:
         booking, replica = self._book_of(step).kept[index], self._replica
         gradient = Key(step, index, replica.stage - 1, True)
-        return [
-            Send(
-                peer,
-                Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, self.store.size(gradient)),
-            )
-        ]
+        nbytes = self.store.size(gradient)
+        return [Send(peer, Gradient(replica.epoch, step, index, replica.stage, attempt, booking.loss, nbytes))]
 
     def _busy(self, peer: Peer, message: Forward | Backward, wait_s: float) -> list[Command]:
         backward = isinstance(message, Backward)

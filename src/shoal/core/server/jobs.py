@@ -1,4 +1,4 @@
-"""What a replica knows of its hops besides the tensors: the jobs that wait or run, what it has declined for good, its pace.
+"""What a replica knows of its hops besides the tensors: the jobs that wait or run, what it has booked and declined for good, its pace.
 
 For hops.py, which decides with them.
 """
@@ -8,11 +8,18 @@ from __future__ import annotations
 import msgspec
 
 from shoal.core.latency import Latency
-from shoal.core.messages import Backward, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
+from shoal.core.messages import Backward, Booking, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
 from shoal.core.replica_state import ReplicaState, owner_of
 from shoal.core.trainer.routing import BACKWARD_SIZE
 
 DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
+
+
+class Book(msgspec.Struct):
+    """What is in one step's sum, in the order in which it was added."""
+
+    entries: tuple[Booking, ...] = ()
+    kept: dict[Index, Booking] = msgspec.field(default_factory=dict)
 
 
 class Job(msgspec.Struct, frozen=True):

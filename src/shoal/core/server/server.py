@@ -15,6 +15,7 @@ from shoal.core.messages import (
     Apply,
     Backward,
     BlobRef,
+    BookerRequest,
     Booking,
     BooksRequest,
     BoundaryTensor,
@@ -280,8 +281,6 @@ class Server:
 
     def _same_step(self, before: View, view: View) -> list[Command]:
         commands = self._rounds.on_view(view)
-        if before.ahead and not view.ahead:
-            commands += self._rounds.end(f"step {view.step} is opened again")
         if (before.work, before.since) != (view.work, view.since):
             commands += self._hops.turn(before, view)
         if view.finished:  # what held-out samples were measured with
@@ -302,7 +301,8 @@ class Server:
         if not replica.ready or last is None or not held or replica.step + 1 != view.step:
             return commands  # there already, or `_check` sees what is to be done
         scale = self.settings.scale(last.counted)
-        replica.applying = Apply(self._id(), replica.step, last.round, last.norm, last.save, bool(last.skipped), scale)
+        number = last.round_of(replica.stage)
+        replica.applying = Apply(self._id(), replica.step, number, last.norm, last.save, bool(last.skipped), scale)
         return [*commands, Do(replica.applying)]
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -338,6 +338,10 @@ class Server:
             case _:
                 commands = []
         return commands + drop(names)
+
+    def on_who_booked(self, peer: Peer, asked: BookerRequest) -> list[Command]:
+        """The leader wonders what a hop that an owner waits for here waits for."""
+        return self._hops.on_who_booked(peer, asked)
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""
@@ -401,6 +405,7 @@ class Server:
             return []
         if message.view > view.number or message.step != view.step or not self._replica.current:
             return []
+        message = message.at(self._replica.stage)
         if self._hops.adding(message.step) and self._rounds.active != message.round:
             return []
         self._round = None

@@ -38,9 +38,10 @@ class Choice:
         self._name, self._settings = name, settings
         self._routes, self._planned, self._reports = routes, planned, reports
 
-    def peer(self, m: Microbatch, want: NextHop, active: Active, now: float, avoid: str | None = None) -> Peer:
-        """Who serves that hop: whoever was chosen ahead, ran its forward, has its input, or is due by the routes; '' while nobody is."""
-        avoid = m.avoid if avoid is None else avoid
+    def peer(self, m: Microbatch, want: NextHop, active: Active, now: float, *, ahead: bool = False) -> Peer:
+        """Who serves that hop: whoever was chosen ahead, ran its forward, has its input, or is due by the routes; '' while nobody is.
+        `ahead`: of the hop after the one in progress."""
+        avoid = m.avoided(want.stage, ahead)
         above = m.x[want.stage + 1][:1] if want.kind is Kind.BACKWARD and want.stage + 1 < len(m.x) else ()
         holders = m.x[want.stage] if want.stage > 0 else ()
         for peer in (m.next, *above, *reversed(holders)):
@@ -62,7 +63,7 @@ class Choice:
     def after(self, m: Microbatch, want: NextHop, active: Active, now: float) -> Peer:
         """Who gets what that hop makes; '' if nobody needs it, or nobody is free yet."""
         then = after(m, want)
-        return "" if then is None else self.peer(m, then, active, now, avoid="")
+        return "" if then is None else self.peer(m, then, active, now, ahead=True)
 
     def hop(self, m: Microbatch, want: NextHop, peer: Peer, active: Active, now: float) -> None:
         """It is on its way to that peer from now on, and who goes on with it is chosen."""

@@ -42,7 +42,10 @@ Where = tuple[str, ...]  # the peers that hold a tensor, who made it first; of t
 
 FIRST_PAUSE_S = 0.05  # after the second failure in a row; doubles up to min_request_timeout_s
 NAMED = 4  # holders of one tensor that are remembered: who made it and the newest
-LOST = 2  # times that a tensor could not be had from a peer, before the leader is answered with it
+LOST, LOST_TO_ONE = (
+    2,
+    6,
+)  # peers that could not have a tensor from another, or times that one could not, before the leader learns it
 UNTRAINED = "-"  # booked[k] of a held-out microbatch below the last stage: there is nothing to book
 LATE_KEPT = 8  # abandoned forwards of a microbatch whose late answer is still recognised
 
@@ -127,8 +130,11 @@ class Microbatch(msgspec.Struct, eq=False):
     loss: float | None = None  # as the last stage has reported it
     # For each hop so far; None: another owner has asked as well
     asked: dict[NextHop, dict[Peer, None]] | None = msgspec.field(default_factory=dict)
-    # How often what those should hold could not be had from them
-    lost: dict[Peer, int] = msgspec.field(default_factory=dict)
+    # What those should hold could not be had from them: by whom, each time
+    lost: dict[Peer, list[Peer]] = msgspec.field(default_factory=dict)
+    unable: dict[Stage, Peer] = msgspec.field(
+        default_factory=dict
+    )  # who called a tensor missing there last: another may get it
 
     def abandon(self) -> None:
         """Give up the forward in flight; a late answer is still welcome."""
@@ -152,9 +158,14 @@ class Microbatch(msgspec.Struct, eq=False):
     def progressed(self) -> None:
         self.hop, self.avoid, self.slow, self.fails = None, "", 0, 0
 
+    def avoided(self, stage: Stage, ahead: bool) -> Peer:
+        """Whom the next hop, at that stage, does not go to where there is another; `ahead`: the one after it. '': nobody."""
+        return ("" if ahead else self.avoid) or self.unable.get(stage, "")
+
     def pause_s(self, most_s: float) -> float:
-        """After one failure none, then growing ones: there may be no other replica."""
-        return min(FIRST_PAUSE_S * 2 ** min(self.fails - 2, 20), most_s) if self.fails > 1 else 0.0
+        """After one failure none, then growing ones: there may be no other replica. What was missing counts though it was made anew."""
+        fails = max(self.fails, *map(len, self.lost.values())) if self.lost else self.fails
+        return min(FIRST_PAUSE_S * 2 ** min(fails - 2, 20), most_s) if fails > 1 else 0.0
 
     def request(self, view: View) -> Request:
         """The message for the hop in flight, under an attempt number never used before."""
@@ -191,9 +202,10 @@ class Microbatch(msgspec.Struct, eq=False):
 
     @property
     def withheld(self) -> Peer:
-        """Who has not given what it holds, again and again; '' if nobody."""
-        worst = max(self.lost, key=lambda peer: self.lost[peer], default="")
-        return worst if worst and self.lost[worst] >= LOST else ""
+        """Who has not given what it holds to several, or to one again and again, which may be that one's fault; '' if nobody."""
+        several = {peer: (len(set(by)), len(by)) for peer, by in self.lost.items()}
+        worst = max(several, key=lambda peer: several[peer], default="")
+        return worst if worst and (several[worst][0] >= LOST or several[worst][1] >= LOST_TO_ONE) else ""
 
     @property
     def waits_for(self) -> Peer:
@@ -216,11 +228,12 @@ class Microbatch(msgspec.Struct, eq=False):
         if hop.stage > 0 and hop.peer not in self.x[hop.stage]:
             self.x[hop.stage] = (*self.x[hop.stage][: NAMED - 1], hop.peer)  # it has had to get it
 
-    def forget_holders(self, stage: Stage, gradient: bool) -> None:
+    def forget_holders(self, stage: Stage, gradient: bool, by: Peer) -> None:
         """None of those who should hold it can give it: it is made again from what is nearest, or recalled."""
         held = self.g if gradient else self.x
+        self.unable[stage] = by
         for peer in held[stage]:
-            self.lost[peer] = self.lost.get(peer, 0) + 1
+            self.lost.setdefault(peer, []).append(by)
         held[stage] = ()
 
     def keep_holders(self, members: dict[Peer, Stage]) -> None:

@@ -36,15 +36,21 @@ class Reports:
             self._complain(Complaint(peer, f"has answered nothing for {silent_s:.1f} s", kind="unreachable"))
 
     def not_served(self, peer: Peer, maker: str, now: float, late: bool) -> None:
+        """Whoever calls everything missing loses its share here at once: what is asked of it costs the others."""
+        useless = not late and self._routes.useless(peer)
         since_s = self._routes.not_served(peer, maker, now, late)
         if since_s:
             self._complain(Complaint(peer, f"has served no hop for {since_s:.1f} s", kind="unreachable"))
+        if useless:
+            self.failed(peer, "does none of the hops that it is asked for", now)
 
     def not_given(self, peer: Peer, by: Peer, now: float) -> None:
         """It loses its share here, too: what it makes is of no use."""
+        useless = self._routes.useless(peer)
         since_s = self._routes.not_given(peer, by, now)
         if since_s:
             self._complain(Complaint(peer, f"has given no tensor that it made for {since_s:.1f} s", kind="unreachable"))
+        if useless:
             self.failed(peer, "does not give what it makes", now)
 
     def note_once(self, kind: str, what: str, peer: Peer, text: str) -> None:

@@ -32,6 +32,7 @@ FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
 COLD_S = 1.0  # used without a plan and without measurements: SWARM's figure
 PATIENCE = 4.0  # a hop is slow after so many times its usual duration
+OTHERS = 4.0  # times as long as any hop has taken is taken for long of a stage that nothing is known of
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
 # A planned peer that was too slow is chosen again when it takes at most so many times its stage's usual
 CAUGHT_UP = 2.0
@@ -224,6 +225,7 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
+        self._answers, self._longest_s = 0, 0.0  # of all stages: how many, and the longest per unit of size
         self._turns = Turns(settings.stages)
 
     def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
@@ -325,17 +327,24 @@ class Routes:
 
     def patience(self, peer: Peer, size: float) -> float:
         """Seconds after which a hop of that size to that peer is slow."""
+        return max(self._settings.min_request_timeout_s, self.due(peer, size))
+
+    def due(self, peer: Peer, size: float) -> float:
+        """The same by what is measured alone, however short."""
         if peer not in self._at:
-            return self._settings.min_request_timeout_s
+            return 0.0
         stage, replica = self._at[peer]
-        usual_s = PATIENCE * size * self._wirings[stage].expected(replica) + replica.queue_s
-        return max(self._settings.min_request_timeout_s, usual_s)
+        expected_s = self._wirings[stage].expected(replica)
+        if not self._known(stage) and self._answers >= 2:
+            expected_s = min(expected_s, OTHERS * self._longest_s)
+        return PATIENCE * size * expected_s + replica.queue_s
 
     def knows(self, peer: Peer) -> bool:
-        """The usual time of its stage is measured or planned. A guess may be wrong by a factor of a hundred."""
-        if peer not in self._at:
-            return True
-        stage = self._at[peer][0]
+        """The usual time of its stage is measured or planned, or what other stages take is measured. A guess may be wrong by a factor of a
+        hundred."""
+        return peer not in self._at or self._answers >= 2 or self._known(self._at[peer][0])
+
+    def _known(self, stage: Stage) -> bool:
         return stage in self._planned or self._wirings[stage].usual.known
 
     def repeat_s(self, peer: Peer) -> float:
@@ -358,6 +367,7 @@ class Routes:
         self._wirings[stage].measure(replica, seconds, size, ahead)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
+            self._answers, self._longest_s = self._answers + 1, max(self._longest_s, seconds / size)
         if replica.lagging:
             replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].usual.value
         replica.queue_s /= 2
@@ -453,6 +463,11 @@ class Routes:
         stage = self._at[others[0]][0] if others[0] in self._at else -1
         replicas = sum(at == stage for at, _ in self._at.values())
         return len(others) >= MISSES and ("" in others or len(set(others)) >= min(2, replicas))
+
+    def useless(self, peer: Peer) -> bool:
+        """It has called too much missing since its last result, or has given too little of what it made, to be asked for more soon."""
+        replica = self._at[peer][1] if peer in self._at else None
+        return replica is not None and any(self._several(of) for of in (replica.unserved, replica.withheld) if of)
 
     def given(self, peers: Iterable[Peer]) -> None:
         """Tensors that these had made were had."""

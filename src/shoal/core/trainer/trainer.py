@@ -69,7 +69,8 @@ from shoal.core.trainer.window import Window
 
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
-ASK_FLOORS = 0.5  # of min_request_timeout_s: a server that has got a request says so within that
+LOOK_FLOORS = 0.25  # of min_request_timeout_s: no server is asked sooner whether it has got a request,
+ASK_FLOORS = 0.5  # and one that has says so within that
 MOST_HOLDS = 8  # with a guess of 1 s: up to 17 minutes for a forward whose server says that it has got it
 
 
@@ -299,10 +300,15 @@ class Trainer:
         assert m.hop is not None
         self._out.append(Send(peer, m.request(self._view), m.inputs()))
         self._routes.asked(peer, now)
-        # Doubled with every miss: a swarm that got slower must not be asked the same thing ever more often.
-        wait_s = self._routes.patience(peer, want.kind.size) * 2 ** min(m.slow, 2)
         m.hop.guessed = not self._routes.knows(peer)
-        self._timers.set(m.index, now + (self._settings.min_request_timeout_s if m.hop.guessed else wait_s))
+        floor_s = LOOK_FLOORS * self._settings.min_request_timeout_s
+        self._timers.set(m.index, now + (floor_s if m.hop.guessed else self._look_s(m, m.hop)))
+
+    def _look_s(self, m: Microbatch, hop: Hop) -> float:
+        """From its sending until its server is asked after it. Doubled with every miss: a swarm that got slower must not be asked the same
+        thing ever more often."""
+        floor_s = LOOK_FLOORS * self._settings.min_request_timeout_s
+        return max(floor_s, self._routes.due(hop.peer, hop.kind.size)) * 2.0 ** min(m.slow, 2)
 
     def _repeat(self, m: Microbatch, hop: Hop, now: float) -> None:
         """At the peer that has it: cancel a backward, or recall once more."""
@@ -417,7 +423,7 @@ class Trainer:
                     self._reports.not_served(hop.peer, maker, now, late=False)
                     if maker != hop.peer:
                         self._reports.not_given(maker, hop.peer, now)
-                m.forget_holders(hop.stage, message.gradient)
+                m.forget_holders(hop.stage, message.gradient, hop.peer)
                 self._retry(m, now)
             else:
                 m.avoid = hop.peer
@@ -434,11 +440,7 @@ class Trainer:
         if hop.guessed and hop.queries and not self._measured(m, hop, now):
             return
         if hop.queries:
-            hop.asked = True
-            backward = hop.kind is Kind.BACKWARD
-            query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, backward)
-            self._out.append(Send(hop.peer, query))
-            self._timers.set(m.index, now + ASK_FLOORS * self._settings.min_request_timeout_s)
+            self._query(m, hop, now)
             return
         self._reports.missed(hop.peer, now)
         # A Cancel or a Recall needs no tensor: a server that does not answer it is nobody's victim.
@@ -456,12 +458,21 @@ class Trainer:
         else:
             self._repeat(m, hop, now)
 
+    def _query(self, m: Microbatch, hop: Hop, now: float) -> None:
+        """Ask its server whether it has got it: a request that carries tokens may still be behind tensors on the line, unlike this."""
+        hop.asked = True
+        query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, hop.kind is Kind.BACKWARD)
+        self._out.append(Send(hop.peer, query))
+        floor_s, floors = self._settings.min_request_timeout_s, 1.0 + ASK_FLOORS * bool(m.inputs())
+        self._timers.set(m.index, max(now + ASK_FLOORS * floor_s, hop.sent + floors * floor_s))
+
     def _measured(self, m: Microbatch, hop: Hop, now: float) -> bool:
         """A hop sent when nobody knew how long its stage takes is due, by what is known now. Else its deadline moves."""
         hop.guessed = not self._routes.knows(hop.peer)
-        due = hop.sent + self._routes.patience(hop.peer, hop.kind.size) * 2.0 ** min(m.slow, 2)
+        due = hop.sent + self._look_s(m, hop)
         if now < due:
-            self._timers.set(m.index, min(due, now + self._settings.min_request_timeout_s) if hop.guessed else due)
+            again_s = LOOK_FLOORS * self._settings.min_request_timeout_s
+            self._timers.set(m.index, min(due, now + again_s) if hop.guessed else due)
         return now >= due
 
     def _retry(self, m: Microbatch, now: float) -> None:

@@ -115,8 +115,7 @@ class CatchUp:
         if not wanted:
             return drop(blobs)
         received = self._received.setdefault(message.step, RoundSums(message.round))
-        known = self._commits.get(message.step)
-        if message.round < received.round or (known is not None and known[0].round != message.round):
+        if message.round < received.round or self._of_another_round(message):
             return drop(blobs)
         commands: list[Command] = []
         if message.round > received.round:
@@ -126,6 +125,11 @@ class CatchUp:
             return commands + drop(blobs)
         received.sums[message.chunk] = peer, blobs[0]
         return commands
+
+    def _of_another_round(self, message: GatherChunk) -> bool:
+        """Its step was committed with another exchange of my stage."""
+        known = self._commits.get(message.step)
+        return known is not None and self._key is not None and known[0].round_of(self._key[1]) != message.round
 
     def go_on(self) -> list[Command]:
         """Apply the next step that was committed meanwhile, if the version before it and all of its sums are here."""
@@ -140,7 +144,7 @@ class CatchUp:
             return self._apply(commit)
         received = self._received[replica.step]
         sums = tuple(received.sums[chunk][1] for chunk in self._senders(commit))
-        self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round, sums)
+        self._task = Gather(f"s/{next(self._serial)}", replica.step, commit.round_of(replica.stage), sums)
         return [Do(self._task)]
 
     def on_done(self, done: Done) -> list[Command] | None:
@@ -158,7 +162,7 @@ class CatchUp:
         ):
             return []  # what the task was for is void
         commit, _ = known
-        if commit.round != task.round or commit.digests[replica.stage] != done.result.digest:
+        if commit.round_of(replica.stage) != task.round or commit.digests[replica.stage] != done.result.digest:
             return self._give_up(task.step + 1)  # a peer sent other values than were committed
         return self._apply(commit)
 
@@ -184,7 +188,7 @@ class CatchUp:
         self._replica.applying = Apply(
             task,
             commit.step,
-            commit.round,
+            commit.round_of(self._replica.stage),
             commit.norm,
             save=False,
             skip=bool(commit.skipped),
@@ -200,8 +204,8 @@ class CatchUp:
             return True
         if (
             received is None
-            or received.round != commit.round
             or self._key is None
+            or received.round != commit.round_of(self._key[1])
             or self._key[1] >= len(commit.groups)
         ):
             return False

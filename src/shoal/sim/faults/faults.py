@@ -102,7 +102,7 @@ def slow(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     if node is not None and not node.condition.slow:
         pace = node.runner.pace
         usual, pace.slowness = pace.slowness, pace.slowness * 10
-        node.condition.slow = True
+        node.condition.slow = node.condition.was_unlike = True
 
         def over(_: object) -> None:
             pace.slowness = usual
@@ -131,7 +131,7 @@ def full_disk(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 def liar(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     node = injector.victim(rng)
     if node is not None:
-        node.condition.away = True
+        node.condition.away = node.condition.was_unlike = True
         node.condition.lies = rng.choice((0.05, 0.3, 1.0))
 
         def over(_: object) -> None:

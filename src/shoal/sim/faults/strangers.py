@@ -206,7 +206,10 @@ class Strangers:
                 self.inside_s[self._key(peer)] = self.context.kernel.now
         for peer in sorted({one.peer for one in view.joining} & {one.peer for one in before.members}):
             node = self.processes.nodes.get(peer)
-            if node is not None and not node.condition.away and f"{peer} downloads its state again" in view.reason:
+            again = any(
+                f"{peer} {what}" in view.reason for what in ("downloads its state again", "parts", "takes its place")
+            )
+            if node is not None and not node.condition.away and again:
                 self._wrong(peer, view)
         for peer in sorted(then - now):
             self._evict(peer, view)

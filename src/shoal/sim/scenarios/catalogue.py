@@ -210,6 +210,17 @@ FAULTS = (  # one for each way of failing that a run must survive
         happenings=Happenings(unlikes=2, restarts=1),
     ),
     _fault("dies_averaging", strikes=Strikes(averaging=3)),
+    _fault(
+        "dies_in_long_rounds",  # of several stages, so that the exchanges of others go on
+        peers=(8, 14),
+        stages=(2, 4),
+        lines=Ranges(up_Bps=(1e7, 3e7), gradient_s=(1.0, 6.0)),
+        strikes=Strikes(averaging=4),
+        happenings=Happenings(restarts=2, joiners=2),
+        faults_s=60.0,
+        finish_s=900.0,
+        progress_s=240.0,
+    ),
     _fault("dies_applying", strikes=Strikes(applying=3)),
     _fault("dies_saving", strikes=Strikes(saving=3), save_every=(1, 2)),
     _fault("dies_copying", places=(2, 4), strikes=Strikes(copying=4, saving=3, leading=1), save_every=(1, 1)),

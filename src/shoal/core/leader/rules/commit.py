@@ -96,6 +96,7 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         heldout=ledger.heldout_loss(groups[-1]),
         rewards=ledger.rewards(groups[-1]),
         heldout_rewards=ledger.rewards(groups[-1], heldout=True),
+        kept=current.message.kept,
     )
     outcome = f"committed: loss {last.loss:.4f}, norm {last.norm:.3g}, round {last.round % ROUNDS_PER_TERM}"
     if last.rewards is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shoal.core.leader.books.stalls import Takeovers
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules.proposal import Proposal, successor
-from shoal.core.leader.stalls import Takeovers
 from shoal.core.messages import Settings, View
 
 

@@ -17,6 +17,7 @@ from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.lines import too_narrow
 from shoal.core.leader.rules.moves import fleet, left_s, takeovers_of_leavers
+from shoal.core.leader.rules.parting import part
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import gone_back
 from shoal.core.leader.undo.decision import Decision, decide
@@ -31,7 +32,7 @@ LEAVE_S = 20.0  # a peer that asks to leave waits no longer for the end of the s
 def removal_due(view: View, facts: Facts, settings: Settings, now: float) -> bool:
     """A peer is convicted, or silence and leavers are looked at now."""
     evidence = facts.evidence
-    return bool(facts.scan or evidence.guilty or evidence.stale or evidence.unfit)
+    return bool(facts.scan or evidence.guilty or evidence.stale or evidence.unfit or evidence.parted)
 
 
 def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal | None:
@@ -44,11 +45,11 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     undo = _decided(view, evicted, facts, settings)
     if undo.back_to is not None:
         return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
-    stale = facts.evidence.stale
+    stale, parting = facts.evidence.stale, part(view, facts.evidence.parted, evicted, facts.name, now)
     again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
     members, joining = _left(view, evicted, again)
     moves = _moves(view, members, joining, facts, settings, now) if evicted else ()
-    moves = moves or _takeovers(view, members, joining, facts, settings, now)
+    moves = parting or moves or _takeovers(view, members, joining, facts, settings, now)
     if not (evicted or again or moves):
         return None
     members, joining = moving(members, joining, moves)
@@ -151,6 +152,8 @@ def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[P
             evicted[peer] = f"cannot be reached, silent for {silence:.1f} s"
         elif peer in facts.evidence.guilty:
             evicted[peer] = facts.evidence.guilty[peer]
+        elif peer in facts.evidence.parted and not part(view, {peer: ""}, evicted, facts.name, now):
+            evicted[peer] = facts.evidence.parted[peer]  # it has nowhere to go
         elif peer in facts.evidence.unfit:
             evicted[peer] = facts.evidence.unfit[peer]
     return evicted

@@ -8,7 +8,7 @@ from shoal.core.leader.evictions import Misfit, Verdict
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import Doubled
 from shoal.core.leader.rules.lines import line_rates
-from shoal.core.messages import Member, Peer, Settings, Share, View
+from shoal.core.messages import Member, Peer, Round, Settings, Share, View
 from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
 
@@ -17,11 +17,13 @@ OWNER_BEATS = 16  # for an owner to say whose gradient it got
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A round that is to be opened: shares and joiners by stage, and joiners that it has waited for."""
+    """A round that is to be opened: shares and joiners by stage, joiners that it has waited for, and by stage the round whose exchange
+    goes on (None: a new one)."""
 
     groups: tuple[tuple[Share, ...], ...]
     joiners: tuple[tuple[Peer, ...], ...]
     waited_for: tuple[Peer, ...]
+    kept: tuple[int | None, ...]
 
 
 class DoubleBooking(msgspec.Struct, frozen=True):
@@ -55,11 +57,45 @@ def opening(view: View, facts: Facts, settings: Settings, complete_s: float) -> 
     if any(waited_s.get(peer, 0.0) + complete_s < NEAR_BEATS * settings.heartbeat_s for peer in near):
         return None
     joiners = [one for one in view.joining if one not in ready and facts.confirmed(one.peer)]
+    rates = line_rates(view.members + ready, facts, settings)
+    groups = facts.ledger(view.step).groups(view.members, ready, rates)
+    exchanges = _exchanges(facts.rounds.interrupted, view, groups, joiners)
     return Opening(
-        groups=facts.ledger(view.step).groups(view.members, ready, line_rates(view.members + ready, facts, settings)),
-        joiners=tuple(tuple(one.peer for one in joiners if one.stage == stage) for stage in range(settings.stages)),
+        groups=tuple(group for group, _, _ in exchanges),
+        joiners=tuple(listed for _, listed, _ in exchanges),
         waited_for=near,
+        kept=tuple(number for _, _, number in exchanges),
     )
+
+
+Exchange = tuple[tuple[Share, ...], tuple[Peer, ...], int | None]  # group, joiners, and the round in which it began
+
+
+def _exchanges(
+    before: Round | None, view: View, groups: tuple[tuple[Share, ...], ...], joiners: list[Member]
+) -> list[Exchange]:
+    """By stage: what goes on from the round `before`, and what begins."""
+    goes_on = before is not None and (before.epoch, before.step) == (view.epoch, view.step)
+    exchanges: list[Exchange] = []
+    for stage, group in enumerate(groups):
+        listed = tuple(one.peer for one in joiners if one.stage == stage)
+        exchanges.append(_exchange(before if goes_on else None, stage, group, listed))
+    return exchanges
+
+
+def _exchange(before: Round | None, stage: int, group: tuple[Share, ...], joiners: tuple[Peer, ...]) -> Exchange:
+    """The group and joiners of a stage, and the round of its exchange if that goes on from the round `before`: its group is all there with
+    the same books, and every joiner of today is one of its own. One that got ready meanwhile receives the sums like the others."""
+    if before is None:
+        return group, joiners, None
+    listed, known = before.groups[stage], before.joiners[stage]
+    peers = {share.peer for share in listed}
+    bring = tuple(share for share in group if share.indices or share.peer in peers)
+    rest = {share.peer for share in group if share not in bring} | set(joiners)
+    same = [(one.peer, one.indices) for one in bring] == [(one.peer, one.indices) for one in listed]
+    if not same or not rest <= set(known):  # the lines' rates may be known better by now: who owns which chunk stays
+        return group, joiners, None
+    return listed, tuple(peer for peer in known if peer in rest), before.round_of(stage)
 
 
 def _alike(view: View, facts: Facts) -> list[Member]:
@@ -68,8 +104,8 @@ def _alike(view: View, facts: Facts) -> list[Member]:
 
 
 def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> DoubleBooking | None:
-    """Two members report that they have booked one microbatch: its owner knows whose gradient it got. A member at odds with several is
-    convicted without an owner's word; if no owner answers, the one with fewer bookings is, so that less is redone."""
+    """Two members report that they have booked one microbatch: its owner knows whose gradient it got, and is asked where it is neither of
+    the two. Without its word a member at odds with several is convicted, or the one with fewer bookings, so that less is redone."""
     ledger = facts.ledger(view.step)
     doubled = ledger.doubled(view.members)
     if not doubled:
@@ -79,13 +115,15 @@ def double_booking(view: View, facts: Facts, settings: Settings, now: float) -> 
         odds.setdefault(one.one, set()).add(one.two)
         odds.setdefault(one.two, set()).add(one.one)
     worst = max(odds, key=lambda peer: len(odds[peer]))
-    if len(odds[worst]) > 1:
-        return DoubleBooking(verdict=(worst, f"booked what {' and '.join(sorted(odds[worst]))} had booked"))
-    first, asked = doubled[0], facts.rounds.asked_owner
+    others = (one for one in doubled if owner_of(view, one.index) not in (one.one, one.two))
+    several, apart, asked = len(odds[worst]) > 1, next(others, None), facts.rounds.asked_owner
+    first = apart or doubled[0]
     waited = now - asked[1] if asked is not None and asked[0] == first else 0.0
     owner = owner_of(view, first.index) if view.work == view.step else None
-    if owner is not None and waited <= OWNER_BEATS * settings.heartbeat_s:
+    if owner is not None and (apart or not several) and waited <= OWNER_BEATS * settings.heartbeat_s:
         return DoubleBooking(first=first, owner=owner)
+    if several:
+        return DoubleBooking((worst, f"booked what {' and '.join(sorted(odds[worst]))} had booked"), first)
     fewer = min((first.two, first.one), key=lambda peer: (peer == facts.name, len(ledger.books[peer])))
     other = first.one if fewer == first.two else first.two
     return DoubleBooking((fewer, f"booked microbatch {first.index}, which {other} had booked"), first)

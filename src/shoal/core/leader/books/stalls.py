@@ -46,6 +46,7 @@ class Case(msgspec.Struct):
     at: Peer = ""  # for whom, as it says
     answer: Booker | None = None
     blameless: bool = False  # its owner waits for others
+    gentle: bool = False  # nobody is evicted where nobody can take it over
 
 
 class Reassign(msgspec.Struct, frozen=True):
@@ -98,19 +99,20 @@ class Stalls:
         self._cases: dict[Index, Case] = {}
         self._owned_by: dict[Index, set[Peer]] = {}  # who has had it in this step
         self._accusers: dict[Peer, set[str]] = {}  # of a server, keys of the owners that wait for it in vain
-        self._gaps = Gaps()
+        self.gaps = Gaps()
         self._steps = 0
         self._strikes: Counter[Peer] = Counter()
         self._rests: dict[Peer, tuple[int, int]] = {}  # takeovers from an owner, and the step from which it owns again
         self._here_from_the_start = False  # this peer has led since the step began
+        self._members: set[Peer] = set()
 
     def on_step(self, now: float, first: bool) -> None:
         """A step has begun; `first`: since this peer leads, which may have been in its middle."""
         self._booked, self._grew_at = -1, now
         if not first:
-            self._gaps.of_steps.append(self._gaps.longest_s)
-        self._gaps.longest_s = 0.0
-        self._gaps.now_s, self._gaps.before_s = 0.0, self._gaps.now_s
+            self.gaps.of_steps.append(self.gaps.longest_s)
+        self.gaps.longest_s = 0.0
+        self.gaps.now_s, self.gaps.before_s = 0.0, self.gaps.now_s
         self._steps += 1
         if self._steps % AGE == 0:
             self._strikes.clear()
@@ -120,12 +122,20 @@ class Stalls:
         self._here_from_the_start = not first
 
     def on_view(self, view: View) -> None:
-        """Cases are about owners of this view."""
+        """Cases are about owners of this view. What the wait for somebody that is evicted was is no measure."""
+        members = {member.peer for member in view.members}
+        self.gaps.remedied |= not self._members <= members
+        self._members = members
         self._cases = {index: case for index, case in self._cases.items() if owner_of(view, index) == case.owner}
         for index in range(len(view.owners)):
             owner = owner_of(view, index)
             if owner is not None:
                 self._owned_by.setdefault(index, set()).add(owner)
+
+    def hand_over(self, index: Index, owner: Peer, stage: Stage, at: Peer, now: float) -> None:
+        """Another owner is to take that microbatch over, if one can; this one is not to blame, nor is `at` to have it."""
+        self._cases[index] = Case(owner, stage, now, now, at, blameless=True, gentle=True)
+        self.gaps.remedied = True
 
     def forgive(self, now: float) -> None:
         """This process was stopped: bookings and answers that arrived meanwhile are still to be read."""
@@ -143,15 +153,15 @@ class Stalls:
     def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
         """Questions to owners, when nothing has been booked for long."""
         if ledger.booked != self._booked or self._grew_at is None:
-            if self._grew_at is not None and not self._gaps.remedied:
-                self._gaps.longest_s = max(self._gaps.longest_s, now - self._grew_at)
-                self._gaps.now_s = max(self._gaps.now_s, now - self._grew_at) if self._booked >= 0 else self._gaps.now_s
-            self._booked, self._grew_at, self._gaps.remedied = ledger.booked, now, False
+            if self._grew_at is not None and not self.gaps.remedied:
+                self.gaps.longest_s = max(self.gaps.longest_s, now - self._grew_at)
+                self.gaps.now_s = max(self.gaps.now_s, now - self._grew_at) if self._booked >= 0 else self.gaps.now_s
+            self._booked, self._grew_at, self.gaps.remedied = ledger.booked, now, False
             self._cases.clear()
-        usual_s = max(HOPS * slowest_s, GAPS * self._gaps.now_s, GAPS * self._gaps.before_s)
-        self._gaps.most_s = TOO_LONG * max(self._quiet_s, usual_s) if slowest_s else inf
-        quiet_s = max(self._quiet_s, usual_s) * (1.0 if ledger.booked else FIRST)
-        known_s = SHORT * max(self._gaps.of_steps, default=0.0) if len(self._gaps.of_steps) == KNOWN else quiet_s
+        usual_s = max(HOPS * slowest_s, GAPS * self.gaps.now_s, GAPS * self.gaps.before_s)
+        self.gaps.most_s = TOO_LONG * max(self._patience_s, usual_s) if slowest_s else inf
+        quiet_s = max(self._patience_s, usual_s) * (1.0 if ledger.booked else FIRST)
+        known_s = SHORT * max(self.gaps.of_steps, default=0.0) if len(self.gaps.of_steps) == KNOWN else quiet_s
         wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
         if now - self._grew_at < wait_s:
             return []
@@ -189,7 +199,7 @@ class Stalls:
             )
             if blamed is not None and index not in moves:
                 moves[index] = moves[blamed]
-        self._gaps.remedied |= bool(moves) or any(verdicts)
+        self.gaps.remedied |= bool(moves) or any(verdicts)
         return [verdict for verdict in verdicts if verdict is not None], moves
 
     def _remedy(self, index: Index, case: Case, view: View, ledger: Ledger, now: float) -> Remedy | None:
@@ -202,8 +212,8 @@ class Stalls:
         if not answer.peer or (answer.peer in replicas and _has(ledger, answer.peer, index)):
             has = _has(ledger, case.at, index)
             waited_s = now - case.at_since
-            remedy = _wait(case, answer, has, what, long=waited_s > self._quiet_s)
-            return remedy or (Late() if case.at and waited_s > self._gaps.most_s else None)
+            remedy = _wait(case, answer, has, what, long=waited_s > self._patience_s)
+            return remedy or (Late() if case.at and waited_s > self.gaps.most_s else None)
         if not asked_long:
             return None
         case.asked_at = now  # its books may lack it once more
@@ -221,7 +231,7 @@ class Stalls:
         return None, Reassign(f"{case.owner} waits for {what} at {case.at}", blameless=True)
 
     @property
-    def _quiet_s(self) -> float:
+    def _patience_s(self) -> float:
         return max(QUIET_BEATS * self._settings.heartbeat_s, FLOORS * self._settings.min_request_timeout_s)
 
     def takeovers(self, view: View, moves: dict[Index, str], leader: Peer) -> Takeovers:
@@ -239,7 +249,10 @@ class Stalls:
             strikes = self._strikes[case.owner] + struck[case.owner]
             had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
-            if (strikes >= STRIKES or not able or not self._here_from_the_start) and case.owner != leader:
+            stuck = not able or not self._here_from_the_start
+            if case.gentle and stuck:
+                continue
+            if (strikes >= STRIKES or stuck) and case.owner != leader:
                 verdicts.append((case.owner, why))
             elif able:
                 given[index] = able[index % len(able)]

@@ -1,0 +1,236 @@
+"""When nothing is booked though hops are known to be quick: for whom do all wait, by owners' and servers' own words? For leader.py.
+
+The leader asks the owners of what is open, and the servers for which they wait, as long as books do not grow. Asking costs nothing. An
+owner that finds a server late names it; the server says that it has the hop, or which tensor's maker it waits for in turn. A peer for
+which two others wait, without a break, while its heartbeats come, is evicted. A server that says that it never got what its owner waits
+for is a dispute of two: another owner takes the microbatch over, and whoever is in disputes with several is to blame.
+What stalls.py does about longer waits goes on beside it. docs/design/2026-11-24-jams.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from math import inf
+
+import msgspec
+
+from shoal.core.leader.books.stalls import HOPS, Stalls
+from shoal.core.leader.evictions import Verdict
+from shoal.core.leader.ledger import Ledger
+from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
+from shoal.core.names import key_of
+from shoal.core.replica_state import owner_of
+
+ASK_BEATS = 2.0  # without a booking, before anybody is asked,
+GAPS = 1.5  # or so many times the longest that this step or the one before has had, or HOPS microbatches of the slowest peer,
+QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s
+HOLD_BEATS = 1.5  # for which what convicts has been said without a break: two answers
+FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its process may have been stopped, and silence has its own rule
+LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
+PARTS = 8.0  # of what is open: as long as one is booked books grow
+ASKED = 64  # microbatches that are asked after at a time
+ALONE = (
+    2.0  # times as long as before anybody is judged: an owner that waits alone for a server hands its microbatch over
+)
+WITNESSES = 2  # keys that wait for one peer, where there can be so many
+AGE = 64  # steps after which disputes are forgotten
+
+
+class Outcome(msgspec.Struct):
+    """Whom to ask, whom to evict, and which microbatches need another owner, with the reasons."""
+
+    commands: list[Command] = []
+    verdicts: list[Verdict] = []
+    moves: dict[Index, str] = {}
+
+
+class Hang(msgspec.Struct):
+    """A microbatch that hangs: its owner, the stage that lacks it, and for whom its owner waits, as it says."""
+
+    owner: Peer
+    stage: Stage
+    at: Peer = ""
+    slow: int = 0
+    at_since: float = 0.0
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What was booked, and left to be, when books last grew by enough."""
+
+    booked: int = -1
+    left: int = 0
+    at: float = 0.0
+
+
+class Jams:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._number = -1  # the view's
+        self._mark = Mark()
+        self._hangs: dict[Index, Hang] = {}
+        self._servers: dict[tuple[Peer, Index], Booker] = {}  # what each says of the hop that an owner waits for
+        self._ungiven: dict[
+            Peer, dict[str, int]
+        ] = {}  # whose tensors do not come: servers that have said so, in this jam
+        self._since: dict[
+            tuple[Peer, Index], float
+        ] = {}  # of each verdict, or dispute: since when nothing speaks against it
+        self._disputes: dict[str, set[str]] = {}  # keys, by key
+        self._steps = 0
+
+    def on_step(self) -> None:
+        self._steps += 1
+        if self._steps % AGE == 0:
+            self._disputes.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """The step is over, or this process was stopped: what was said is no longer true."""
+        self._mark = Mark()
+        self._hangs.clear()
+        self._servers.clear()
+        self._ungiven.clear()
+        self._since.clear()
+
+    def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:
+        hang = self._hangs.get(answer.index)
+        if hang is None or hang.stage != answer.stage:
+            return
+        if peer == hang.owner:
+            if answer.at != hang.at:
+                hang.at, hang.at_since = answer.at, now
+                self._servers.pop((answer.at, answer.index), None)  # of another time
+            hang.slow = answer.slow
+        elif peer == hang.at:
+            self._servers[peer, answer.index] = answer
+
+    def look(
+        self, view: View, ledger: Ledger, stalls: Stalls, slowest_s: float, heard: Mapping[Peer, float], now: float
+    ) -> Outcome:
+        """`slowest_s`: of the slowest peer for a microbatch; `heard`: when each peer was heard last."""
+        self._keep(view)
+        quiet_s = self._quiet_s(ledger, now)
+        gaps_s = max(stalls.gaps.now_s, stalls.gaps.before_s)
+        if quiet_s < max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s):
+            return Outcome()
+        outcome = Outcome(self._ask(view, ledger, now), [], {})
+        if quiet_s < self._quick_s:
+            return outcome
+        long_s = max(self._quick_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
+        if quiet_s >= long_s:
+            self._note_ungiven(view)
+        late = {index: hang for index, hang in self._hangs.items() if self._late(index, hang, long_s, now)}
+        self._judge(view, late, heard, outcome, now)
+        self._settle(stalls, outcome, now)
+        self._hand_over(late, stalls, outcome, now)
+        return outcome
+
+    def _keep(self, view: View) -> None:
+        """A newer view: what was said by owners that are none any more, by those that left and about them is void."""
+        if view.number == self._number:
+            return
+        self._number, members = view.number, {member.peer for member in view.members}
+        self._hangs = {i: hang for i, hang in self._hangs.items() if owner_of(view, i) == hang.owner}
+        self._servers = {key: said for key, said in self._servers.items() if key[0] in members}
+        self._ungiven = {peer: by for peer, by in self._ungiven.items() if peer in members}
+        self._since = {what: at for what, at in self._since.items() if what[0] in members}
+
+    def _quiet_s(self, ledger: Ledger, now: float) -> float:
+        """Seconds in which less than a part of what is open was booked: among many some always come through."""
+        mark, left = self._mark, ledger.needed - ledger.booked
+        if not mark.booked <= ledger.booked < mark.booked + max(1.0, mark.left / PARTS):
+            self._mark = Mark(ledger.booked, left, now)
+            self._ungiven.clear()
+        return now - self._mark.at
+
+    @property
+    def _quick_s(self) -> float:
+        return max(QUICK_BEATS * self._settings.heartbeat_s, self._settings.min_request_timeout_s)
+
+    def _ask(self, view: View, ledger: Ledger, now: float) -> list[Command]:
+        commands: list[Command] = []
+        open_ = dict(ledger.open_at(view.members))
+        self._hangs = {index: hang for index, hang in self._hangs.items() if open_.get(index) == hang.stage}
+        for index, stage in list(open_.items())[:ASKED]:
+            owner = owner_of(view, index)
+            if owner is None:
+                continue
+            hang = self._hangs.get(index)
+            if hang is None or (hang.owner, hang.stage) != (owner, stage):
+                hang = self._hangs[index] = Hang(owner, stage, at_since=now)
+            request = BookerRequest(view.epoch, view.work, index, stage)
+            commands += [Send(peer, request) for peer in dict.fromkeys((owner, hang.at)) if peer]
+        return commands
+
+    def _late(self, index: Index, hang: Hang, long_s: float, now: float) -> bool:
+        """Its owner finds the server late, or cannot know, and has waited for it for too long for anybody, or for what it has booked."""
+        if not hang.at or hang.at == hang.owner:
+            return False
+        said = self._servers.get((hang.at, index))
+        return hang.slow > 0 or now - hang.at_since > long_s or (said is not None and bool(said.peer))
+
+    def _note_ungiven(self, view: View) -> None:
+        """Servers say that a tensor does not come. They are believed one by one, as owners go from one to the next."""
+        stage_of = {member.peer: member.stage for member in view.members}
+        replicas = Counter(stage_of.values())
+        for (server, _), said in self._servers.items():
+            if said.at and said.at != server and not said.peer and {said.at, server} <= stage_of.keys():
+                self._ungiven.setdefault(said.at, {})[key_of(server)] = replicas[stage_of[server]]
+
+    def _judge(
+        self, view: View, late: dict[Index, Hang], heard: Mapping[Peer, float], outcome: Outcome, now: float
+    ) -> None:
+        """Whoever several wait for, as long as it does not wait for another."""
+        stage_of = {member.peer: member.stage for member in view.members}
+        replicas, waits = Counter(stage_of.values()), self._waits(late, {key_of(peer) for peer in stage_of})
+        for peer, stage in stage_of.items():
+            by = waits.get(peer, {})
+            enough = bool(by) and len(by) >= min(WITNESSES, *by.values()) and replicas[stage] > 1
+            fresh = now - heard.get(peer, now) <= FRESH_BEATS * self._settings.heartbeat_s
+            if self._holds((peer, -1), enough and fresh, now):
+                outcome.verdicts.append((peer, f"keeps {' and '.join(sorted(by))} waiting while nothing is booked"))
+
+    def _waits(self, late: dict[Index, Hang], keys: set[str]) -> dict[Peer, dict[str, int]]:
+        """By whom each peer is waited for: keys, and how many such there could be."""
+        waits: dict[Peer, dict[str, int]] = {}
+        for index, hang in late.items():
+            said = self._servers.get((hang.at, index))
+            if said is None or said.peer or said.at == hang.at:  # else it is a dispute, or waits for another
+                waits.setdefault(hang.at, {})[key_of(hang.owner)] = len(keys - {key_of(hang.at)})
+        for peer, by_servers in self._ungiven.items():
+            waits.setdefault(peer, {}).update(by_servers)
+        return waits
+
+    def _settle(self, stalls: Stalls, outcome: Outcome, now: float) -> None:
+        """A server that never got what an owner waits for: one of the two lies, or nothing gets through between them."""
+        for index, hang in self._hangs.items():
+            said = self._servers.get((hang.at, index)) if hang.at != hang.owner else None
+            never = said is not None and not said.at and not said.peer
+            if not self._holds((hang.at, index), never, now):
+                continue
+            pair = key_of(hang.owner), key_of(hang.at)
+            for one, two in (pair, pair[::-1]):
+                self._disputes.setdefault(one, set()).add(two)
+            stalls.hand_over(index, hang.owner, hang.stage, hang.at, now)
+            outcome.moves[index] = f"{hang.owner} waits for microbatch {index} at {hang.at}, which has not got it"
+        for index, why in outcome.moves.items():
+            for peer in (self._hangs[index].owner, self._hangs[index].at):
+                only = [one for one in self._disputes[key_of(peer)] if self._disputes[one] == {key_of(peer)}]
+                if len(only) >= WITNESSES:
+                    outcome.verdicts.append((peer, f"is in dispute with {' and '.join(sorted(only))}: {why}"))
+
+    def _hand_over(self, late: dict[Index, Hang], stalls: Stalls, outcome: Outcome, now: float) -> None:
+        """One owner alone waits for a server: another one takes over, and gets on, or is the second that waits for it."""
+        for index, hang in late.items():
+            if index in outcome.moves or now - hang.at_since < ALONE * self._quick_s:
+                continue
+            stalls.hand_over(index, hang.owner, hang.stage, hang.at, now)
+            outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
+
+    def _holds(self, what: tuple[Peer, Index], true: bool, now: float) -> bool:
+        """It has been so for HOLD_BEATS."""
+        if not true:
+            self._since.pop(what, None)
+            return False
+        return now - self._since.setdefault(what, now) >= HOLD_BEATS * self._settings.heartbeat_s
