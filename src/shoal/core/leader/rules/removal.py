@@ -46,7 +46,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     if undo.back_to is not None:
         return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
     stale, parting = facts.evidence.stale, part(view, facts.evidence.parted, evicted, facts.name, now)
-    again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
+    again = _again(view, stale, evicted)
     members, joining = _left(view, evicted, again)
     moves = _moves(view, members, joining, facts, settings, now) if evicted else ()
     moves = parting or moves or _takeovers(view, members, joining, facts, settings, now)
@@ -70,6 +70,11 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         )
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
+
+
+def _again(view: View, stale: dict[Peer, str], evicted: Container[Peer]) -> dict[Peer, str]:
+    """Members that download their state again, and why."""
+    return {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
 
 
 def _decided(view: View, evicted: Iterable[Peer], facts: Facts, settings: Settings) -> Decision:
