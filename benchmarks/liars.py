@@ -1,13 +1,14 @@
 """Six real peers of which one lies, in every way in turn: how fast do the other five train, and for how long is the liar believed?
 
-    python benchmarks/liars.py [--seconds 20] [--kinds withhold,sums,...]
+    python benchmarks/liars.py [--seconds 20] [--kinds withhold,sums@10,...]
 
 Each kind has a run of its own with the model of the quickstart: six processes, three stages of two replicas. The sixth is a whole
 peer with a valid invite whose messages are changed, withheld or delayed from the first step on (sim/faults/lies.py), or that sends
-others besides; it founds nothing and never leads. Every few runs one is honest. Printed of each: steps/s and their share of the last
-honest run's, the loss of the last step that both reached, at most step 39, over the honest one, after how many steps and seconds the
-liar was evicted first, and how often an honest peer was evicted or had to download its state again. The last line is one JSON object:
-the smallest share of steps.
+others besides; it founds nothing and never leads. `KIND@STEP`: it is honest before that step. Every few runs one is honest. Printed of
+each: steps/s and their share of the last honest run's, the loss of the last step that both reached, at most step 39, over the honest
+one, after how many steps and seconds the liar was evicted first, how often an honest peer was evicted or had to download its state
+again, and how many committed steps were undone since they held what the liar had contributed (run.undo). The last line is one JSON
+object: the smallest share of steps.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Seen(msgspec.Struct):
     joining: tuple[str, ...]
     reason: str
     loss: float | None
+    undone_steps: int = 0  # for evictions, so far
 
 
 class Outcome(msgspec.Struct):
@@ -90,6 +92,7 @@ class Outcome(msgspec.Struct):
     evicted_s: float | None = None
     evictions: int = 0
     harmed: int = 0
+    undone_steps: int = 0
 
 
 # ------------------------------------------------------------------------------------------------------------ lying
@@ -99,7 +102,9 @@ class Liar:
     """Stands between an honest node and its transport."""
 
     def __init__(self, kind: str, node: Node, config: Config) -> None:
+        kind, _, step = kind.partition("@")
         base, _, books = kind.partition(":")
+        self.honest_until = int(step or 0)
         self.acts, self.node, self.config = base.split("+"), node, config
         self.rng, self.name = np.random.default_rng(0), node.machine.name
         settings = node.machine.settings
@@ -116,7 +121,8 @@ class Liar:
     @property
     def acting(self) -> bool:
         view = self.node.machine.view
-        return view is not None and view.started and not self.node.machine.leading
+        begun = view is not None and view.started and view.step >= self.honest_until
+        return begun and not self.node.machine.leading
 
     def add_up_wrong(self) -> None:
         """Noise for the sums of its chunks: the same for itself and all others, so that their digests agree."""
@@ -287,7 +293,8 @@ def watch(node: Node, path: Path) -> None:
             newest = view.number
             members, joining = (tuple(one.peer for one in of) for of in (view.members, view.joining))
             loss = view.last.loss if view.last is not None else None
-            seen = Seen(time.monotonic(), newest, view.step, view.started, members, joining, view.reason, loss)
+            undone = view.undoing.steps if view.undoing is not None else 0
+            seen = Seen(time.monotonic(), newest, view.step, view.started, members, joining, view.reason, loss, undone)
             file.write(msgspec.json.encode(seen) + b"\n")
 
     node.handle = handle  # type: ignore[method-assign]
@@ -304,7 +311,14 @@ def views(folder: Path) -> list[Seen]:
     return [first[number] for number in sorted(first)]
 
 
-def played(kind: str, config: Config, answers: m.KnownAnswers, seconds: float) -> Outcome:
+def played(
+    kind: str,
+    config: Config,
+    answers: m.KnownAnswers,
+    seconds: float,
+    enough: Callable[[list[Seen]], bool] = lambda seen: False,
+) -> Outcome:
+    """For so many seconds, or until what was seen is `enough`."""
     with tempfile.TemporaryDirectory() as name:
         folder, authority, processes = Path(name), Authority.new(), list[int]()
         try:
@@ -321,7 +335,8 @@ def played(kind: str, config: Config, answers: m.KnownAnswers, seconds: float) -
                 if not number:
                     addresses = waited(lambda: listening(folder / "0.json"), LISTENING_S, folder)[1]
             began_s = waited(lambda: next((one.at_s for one in views(folder) if one.started), None), START_S, folder)
-            time.sleep(max(0.0, began_s + seconds - time.monotonic()))
+            while time.monotonic() < began_s + seconds and not enough(views(folder)):
+                time.sleep(0.2)
             liar = waited(lambda: listening(folder / f"{LIAR}.json"), LISTENING_S, folder)[0]
         finally:
             for process in processes:
@@ -351,7 +366,7 @@ def outcome(kind: str, seen: list[Seen], liar: str, began_s: float, seconds: flo
     seen = [one for one in seen if began_s <= one.at_s <= began_s + seconds]
     first, last = seen[0], seen[-1]
     losses = {one.step - 1: one.loss for one in seen if one.loss is not None}
-    result = Outcome(kind, (last.step - first.step) / seconds, losses=losses)
+    result = Outcome(kind, (last.step - first.step) / seconds, losses=losses, undone_steps=last.undone_steps)
     key = liar.partition(".")[0]
     for before, after in itertools.pairwise(seen):
         there = {*before.members, *before.joining}
@@ -377,7 +392,8 @@ def compare(one: Outcome, honest: Outcome) -> None:
 def line_of(one: Outcome) -> str:
     out = "never" if one.evicted_s is None else f"{one.evicted_steps} steps, {one.evicted_s:.0f} s"
     ratio = f"{one.loss_ratio:8.3f}" if math.isfinite(one.loss_ratio) and abs(one.loss_ratio) < 1e3 else "    huge"
-    return f"{one.kind:17} {one.rate:7.2f} {one.share:6.0%} {ratio} {out:>18} {one.evictions:5} {one.harmed:7}"
+    evicted = f"{out:>18} {one.evictions:5} {one.harmed:7}"
+    return f"{one.kind:17} {one.rate:7.2f} {one.share:6.0%} {ratio} {evicted} {one.undone_steps:6}"
 
 
 def main() -> int:
@@ -387,7 +403,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="", metavar="A,B", help=f"of {', '.join(KINDS[1:])}; default all")
     given = parse(parser)
     wanted: tuple[str, ...] = ("honest", *(kind for kind in given.kinds.split(",") if kind)) if given.kinds else KINDS
-    if unknown := [kind for kind in wanted if any(act not in KINDS for act in kind.split("+"))]:
+    if unknown := [kind for kind in wanted if any(act not in KINDS for act in kind.partition("@")[0].split("+"))]:
         raise SystemExit(f"{', '.join(unknown)}: unknown; there are {', '.join(KINDS)}")
     tree = QUICKSTART.read_text().replace("steps = 80", "steps = 5000").replace("every = 40", "every = 0")
     network = '\n[network]\nhost = "127.0.0.1"\ndiscovery = "gossip"\ntransport = "tls"\n'
@@ -397,7 +413,7 @@ def main() -> int:
         config = configuration.load(path)
     answers, outcomes = known_answers(config), list[Outcome]()
     print(
-        f"{'liar':17} {'steps/s':>7} {'share':>6} {'loss':>8} {'evicted after':>18} {'times':>5} {'harmed':>7}",
+        f"{'liar':17} {'steps/s':>7} {'share':>6} {'loss':>8} {'evicted after':>18} {'times':>5} {'harmed':>7} {'undone':>6}",
         flush=True,
     )
     for number, kind in enumerate(wanted):

@@ -211,6 +211,7 @@ async def peer(
         loaded = await asyncio.wrap_future(loading)
         runner, answers, _ = loaded
         from shoal.runtime.node import Node
+        from shoal.runtime.proofs import Prover
 
         header = trace.Header(
             protocol=PROTOCOL,
@@ -233,6 +234,7 @@ async def peer(
         )
         node = Node(machine, runner, transport, directory, record, signing, gate)
         node.meter.facts = _facts()
+        node.reporter.prove = Prover(machine, signing, membership).proof_of
         relays.hear(partial(_name_relays, directory, node.contacts.announce_now))
         relays.moved += [partial(_name_hosts, directory, node.contacts.announce_now), lambda hosts: daemon.restart()]
         yield node

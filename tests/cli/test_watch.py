@@ -73,6 +73,7 @@ def test_summary_and_view_tell_what_was_undone() -> None:
     assert (summary.undone, summary.recovered) == (2 * MICROBATCHES, 1)
     assert (snapshot.undone, snapshot.recovered, snapshot.step) == (2 * MICROBATCHES, 1, 2)
     assert summary.first_step_s == 1.0
+    assert summary.gone_back_s == snapshot.gone_back_s == 4.0  # from the commit of step 0 to the second one of step 1
 
 
 def test_bytes_are_summed_over_the_living_and_the_dead() -> None:

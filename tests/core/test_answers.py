@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.leader.answers import unfit
+from shoal.core.leader.requests import unfit
 from shoal.core.messages import Found, Join, JoinRefused, KnownAnswers, Note, Received, Send, Settings, Tick
 from shoal.core.peer import PeerMachine
 

@@ -13,7 +13,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules.lines import CLOSE, FAR, by_line, line_rates, too_narrow
 from shoal.core.leader.rules.removal import remove
 from shoal.core.messages import TURNS, Heartbeat, Member, Phase, Settings, View
-from shoal.core.trainer.routing import turns_of
+from shoal.core.trainer.turns import turns_of
 
 MEMBERS = tuple(Member(peer, stage) for peer, stage in (("a", 0), ("b", 1), ("c", 0), ("d", 1)))
 NEWCOMER = Member("e", 0)

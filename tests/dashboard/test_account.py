@@ -136,3 +136,14 @@ def test_what_was_not_saved_stands_beside_the_count() -> None:
         "Every sample counted once.\nNOTHING SAVED YET: a checkpoint was due at step 80: no space. What was trained"
         in text
     )
+
+
+def test_what_was_undone_for_evictions_is_told_with_its_cost() -> None:
+    text = account.text(
+        a_summary(undone=48, recovered=3, evictions_undone=1, evictions_undone_steps=2, gone_back_s=75.0)
+    )
+    assert (
+        "the run went back 3 times to a checkpoint, 2 times a stage had no replica left and once an evicted peer"
+        in text
+    )
+    assert "had contributed false values (2 steps); this session lost 1 min 15 s by it" in text

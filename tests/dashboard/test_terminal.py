@@ -57,6 +57,8 @@ def test_one_line_tells_step_loss_speed_and_the_time_to_go() -> None:
 def test_the_line_tells_what_was_undone_by_going_back() -> None:
     assert "undone" not in headline(a_snapshot())
     assert "48 undone (went back 2x)" in headline(a_snapshot(undone=48, recovered=2))
+    line = headline(a_snapshot(undone=48, recovered=2, evictions_undone=1, gone_back_s=75.0))
+    assert "48 undone (went back 2x, 1x for evicted peers, 1 min 15 s lost)" in line
 
 
 def test_the_line_tells_that_gradients_are_late() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal import config as configuration
-from shoal.core.leader.answers import unfit
+from shoal.core.leader.requests import unfit
 from shoal.executor.answers import known_answers
 from shoal.numerics import optimizer
 

@@ -9,7 +9,15 @@ import pytest
 
 from shoal.core.messages import Account, Committed, Member, Phase, Share, View
 from shoal.runtime.records import account
-from shoal.runtime.records.account import Base, CommitHistory, CommittedStep, restarted, surviving
+from shoal.runtime.records.account import (
+    BLOCK,
+    Base,
+    CommitHistory,
+    CommittedStep,
+    credits_of,
+    restarted,
+    surviving,
+)
 
 STAGES, MICROBATCHES = 2, 4
 
@@ -35,7 +43,7 @@ def a_view(step: int, groups: tuple[tuple[Share, ...], ...] = GROUPS, epoch: int
 
 def shorts(steps: tuple[CommittedStep, ...]) -> list[CommittedStep]:
     """As an old history holds them."""
-    return [step if step.tally else account._short(step, (MICROBATCHES, 0, 0)) for step in steps]
+    return [step if step.tally else account._short(step, (MICROBATCHES, 0, 0), None) for step in steps]
 
 
 def some_books(*views: View, first_step: int = 0) -> CommitHistory:
@@ -397,3 +405,35 @@ def test_a_resumed_history_is_short_from_its_beginning(whole: int) -> None:
     books = CommitHistory(STAGES, MICROBATCHES, 300, read)
     assert sum(bool(step.commit.groups) for step in books.steps) == whole
     assert books.account.committed == 300 * MICROBATCHES
+
+
+# ------------------------------------------------------------------------------------------------------------- credits
+
+
+def credited(books: CommitHistory) -> tuple[dict[tuple[str, int], int], int]:
+    credits, steps = credits_of(books.steps)
+    return {(one.who, one.stage): one.microbatches for one in credits}, steps
+
+
+def test_credits_are_the_same_before_and_after_old_commits_are_shortened(whole: int) -> None:
+    """And each microbatch is credited once at every stage, whatever was shortened."""
+    count = whole + 3 * BLOCK
+    books = some_books(*(a_view(step) for step in range(count + 1)))
+    short = [step.tally for step in books.steps if step.tally is not None]
+    assert len(short) == count - whole
+    blocks = (count - whole) // BLOCK
+    assert sum(tally.credited == BLOCK for tally in short) == blocks == 3, "the last of each block has them"
+    assert sum(bool(tally.credits) for tally in short) == blocks + (count - whole) % BLOCK
+    one_step, _ = credits_of(some_books(a_view(1)).steps)
+    totals, steps = credited(books)
+    assert steps == count and totals == {(one.who, one.stage): count * one.microbatches for one in one_step}
+    assert sum(totals.values()) == count * STAGES * MICROBATCHES
+    again = CommitHistory(STAGES, MICROBATCHES, first_step=count, before=books.steps)
+    assert credited(again) == (totals, steps), "a resumed run has them, too"
+
+
+def test_undone_steps_are_credited_to_nobody() -> None:
+    books = some_books(*BEFORE, gone_back(1, undone=8))
+    assert credited(books)[1] == 1
+    books.agree(again(2, undone=8), 9.0)
+    assert credited(books)[1] == 2

@@ -280,6 +280,19 @@ def test_the_newest_are_kept_and_only_this_run_is_pruned(url: str) -> None:
     assert names == sorted(["step-1", "step-10", "step-3", unfinished])
 
 
+def test_checkpoints_of_undone_steps_are_deleted_and_no_others(url: str) -> None:
+    """Those of later steps that an older epoch wrote: a resume would begin with them, and pruning would keep them instead of newer ones."""
+    a_checkpoint(checkpoint.Store(url, "other"), 9)
+    store = checkpoint.Store(url, "tiny")
+    for step, epoch in ((2, 0), (4, 0), (6, 1), (8, 0)):
+        records = [store.write_shard(step, n, len(STATES), state) for n, state in enumerate(STATES)]
+        store.publish(step, records, ABOUT, epoch=epoch)
+    assert store.delete_undone(2, 0) == ()
+    assert store.delete_undone(2, 1) == (store.path(8), store.path(4))
+    assert store.delete_undone(2, 1) == ()
+    assert [entry.step for entry in checkpoint.Catalog(url).entries() if not entry.wrong] == [9, 6, 2]
+
+
 def test_another_runs_checkpoints_are_not_read_overwritten_or_deleted(url: str) -> None:
     other, store = checkpoint.Store(url, "keyof-other"), checkpoint.Store(url, "keyof-mine")
     a_checkpoint(other, 5)

@@ -436,7 +436,7 @@ class Listener:
         self.events: list[Event] = []
         self.until = 0
         real = PeerMachine(self.name, settings(TINY), Random(1), False)
-        self.server, self.trainer = real.server, real.trainer
+        self.server, self.trainer, self.heartbeat = real.server, real.trainer, real.heartbeat
 
     def handle(self, event: Event, now: float) -> list[Command]:
         self.events.append(event)

@@ -34,6 +34,7 @@ COMMANDS = {
     "join": "take part in a run with an invite",
     "launch": "keep peers in a run on other machines, by SSH, Slurm or Ray",
     "status": "show the state of a run",
+    "leaderboard": "show who contributed what to a run",
     "watch": "show a run as a live page in the browser, and its metrics to Prometheus",
     "export": "write a run's adapters for PEFT, or merged into their base model",
     "eval": "measure the loss and perplexity of a checkpoint on held-out text",

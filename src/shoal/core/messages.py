@@ -158,6 +158,32 @@ class Evicted(Value, frozen=True):
     times: Count = 1
 
 
+class Newcomer(Value, frozen=True):
+    """A key on probation (Settings.probation): it is a member since that step, and did not come by the founder's invite."""
+
+    key: Nobody
+    since: Count
+
+
+class Unchecked(Value, frozen=True):
+    """The parameters hold contributions of that key to step `since`, or to later ones, that no check has passed."""
+
+    key: Nobody
+    since: Count
+
+
+class Undoing(Value, frozen=True):
+    """What would be undone if a peer were evicted for false values (core/leader/undo), and what was undone so far in this session."""
+
+    unchecked: Annotated[tuple[Unchecked, ...], msgspec.Meta(max_length=1 << 14)] = ()
+    saves: Annotated[
+        tuple[Count, ...], msgspec.Meta(max_length=1 << 10)
+    ] = ()  # versions of the checkpoints that are kept, ascending
+    times: Count = 0  # that the run went back for it
+    steps: Count = 0  # committed ones that were undone
+    epoch: Count = 0  # the newest one that began so
+
+
 class Continued(Value, frozen=True):
     """An epoch goes on with states of the epoch before, but for these stages, which are made from their neighbours first. Books of
     the epoch before are void."""
@@ -202,6 +228,8 @@ class View(Value, frozen=True):
     evicted: Annotated[tuple[Evicted, ...], msgspec.Meta(max_length=256)] = ()
     founder: Nobody = ""  # invite id of the peer that founded the run: one of its peers has the casting vote
     heldout: HeldOut | None = None
+    newcomers: Annotated[tuple[Newcomer, ...], msgspec.Meta(max_length=1 << 14)] = ()
+    undoing: Undoing | None = None  # of a run whose settings undo what evicted peers contributed
 
     @property
     def started(self) -> bool:
@@ -1504,11 +1532,12 @@ class Reset(TaskBase, frozen=True):
 
 
 class Init(TaskBase, frozen=True):
-    """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step.
-    Result: digest, length."""
+    """Build stage `stage` with the parameters of version `step`: from the seed, or from the checkpoint of that step. Checkpoints of later
+    versions that epochs before `void_before` wrote are deleted first: they are undone. Result: digest, length."""
 
     stage: int
     step: int
+    void_before: int = 0
 
 
 class Export(TaskBase, frozen=True):
@@ -1565,13 +1594,15 @@ class RunSave(TaskBase, frozen=True):
 
 
 class RunPublish(TaskBase, frozen=True):
-    """Write index and configuration, and make the checkpoint of `step` visible at once. Result: record = its path."""
+    """Write index and configuration, and make the checkpoint of `step` visible at once. Those of later versions and older epochs than
+    `epoch` were undone, and are deleted. Result: record = its path."""
 
     lane = "write"
     step: int
     records: tuple[str, ...]
     copies: tuple[tuple[str, ...], ...] = ()
     best: int = 0  # the step whose checkpoint stays, however old; 0: none
+    epoch: int = 0
 
 
 class OfferShard(TaskBase, frozen=True):
@@ -1668,6 +1699,7 @@ class Settings(msgspec.Struct, frozen=True):
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_last: bool = True
     copies: int = 1  # of each shard of a checkpoint, in as many places, where there are so many
+    keep: int = 3  # checkpoints
     place: str = ""  # where this peer writes checkpoints
     heartbeat_s: float = 0.5
     heartbeat_timeout_s: float = 4.0  # a member not heard for this long is removed; below the 5 s promised
@@ -1699,6 +1731,10 @@ class Settings(msgspec.Struct, frozen=True):
     spot_checks: float = 0.0  # share of the steps in which another replica computes a new peer's hops again; 0: none
     spot_tolerance: float = 0.01  # of the norm of a hop's result, by which unlike machines may differ
     part_tolerance: float = 0.01  # of the norm of a replica's part of a round, likewise, encoding included
+    probation: int = (
+        0  # steps in which new keys together serve a third of the microbatches at most, where others can; 0: none
+    )
+    undo: str = "none"  # what a peer contributed that is evicted for false values: none | checkpoint, if checks of values are on
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone
     cache_bytes: int = 1 << 28  # of keys and values that this peer keeps for texts; 0: it serves none
@@ -1711,6 +1747,11 @@ class Settings(msgspec.Struct, frozen=True):
     heldout_tokens: int = 0  # of one of them
     save_measured: bool = False  # a checkpoint of each version that is measured; the best one is kept
     patience: int = 0  # measurements without a better one after which the run ends; 0: it goes on
+
+    @property
+    def checks_values(self) -> bool:
+        """Somebody recomputes what others send, so that values can be found false that were believed before."""
+        return self.spot_checks > 0.0
 
     def heldout_at(self, step: int) -> int:
         """Held-out microbatches of that step, the last one's parameters included. Their indices follow those that are trained on."""

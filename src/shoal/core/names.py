@@ -15,6 +15,9 @@ from shoal.core.messages import Peer
 
 UNLIMITED = 1 << 20  # peers; more than any run has
 FIELDS = 4
+THIRD = (
+    3  # peers with new keys together get every third microbatch at most, where others are there (Settings.probation)
+)
 
 
 @functools.lru_cache(1 << 16)

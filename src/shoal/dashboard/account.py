@@ -57,7 +57,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     counted_twice: int
     # Committed, given up by going back to a checkpoint, and issued and committed again; in no other count
     undone: int = 0
-    recovered: int = 0  # times the run went back to a checkpoint because a stage had lost every replica
+    recovered: int = (
+        0  # times the run went back to a checkpoint, because a stage had lost every replica or to undo what is undone:
+    )
+    evictions_undone: int = (
+        0  # of these times, in this session, since a peer was evicted for false values that it had contributed,
+    )
+    evictions_undone_steps: int = 0  # and the committed steps that were given up for it
+    gone_back_s: float = (
+        0.0  # seconds of this session between a commit and the next one that is good, where the run went back between
+    )
     skipped: int = 0  # of those committed, the ones of steps that changed nothing
     adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted
     away: int = 0  # steps committed while no peer of this machine took part: how they were committed, only the members' count says
@@ -226,13 +235,23 @@ def _adopted(summary: Summary) -> list[tuple[str, str]]:
 def _undone(summary: Summary) -> list[tuple[str, str]]:
     if not summary.recovered:
         return []
-    times = "once" if summary.recovered == 1 else f"{summary.recovered:,} times"
-    words = (
-        f"{summary.undone:,} and trained again: the run went back {times} to a checkpoint, a stage had no replica left"
+    evictions, steps = summary.evictions_undone, summary.evictions_undone_steps
+    lost = summary.recovered - evictions
+    reasons = [f"{_times(lost)} a stage had no replica left"] if lost else []
+    if evictions:
+        reasons.append(f"{_times(evictions)} an evicted peer had contributed false values ({steps:,} steps)")
+    words = f"{summary.undone:,} and trained again: the run went back {_times(summary.recovered)} to a checkpoint, " + (
+        " and ".join(reasons) if evictions else "a stage had no replica left"
     )
     if not summary.undone:
-        words = f"0: {times} a stage had no replica left, and the run went on without going back"
+        words = f"0: {' and '.join(reasons)}, and the run went on without going back"
+    elif summary.gone_back_s > 0:
+        words += f"; this session lost {units.duration(summary.gone_back_s)} by it"
     return [("undone", words)]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def _headline(summary: Summary) -> str:

@@ -96,7 +96,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     undone: int = 0  # microbatches, by going back to a checkpoint
     skipped: int = 0  # of those committed, in steps that changed nothing
     joined: int = 0  # peers, while it ran
-    recovered: int = 0  # times gone back
+    recovered: int = 0  # times gone back,
+    evictions_undone: int = 0  # some of them since an evicted peer had contributed false values
+    gone_back_s: float = 0.0  # what that has cost in this session
     staleness: int = 0  # run's train.staleness
     peers: tuple[PeerLine, ...] = ()
     ended: tuple[PeerLine, ...] = ()  # this machine's peers that have ended lately, the newest first
@@ -200,7 +202,7 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.redone:
         words.append(f"{snapshot.redone:,} redone")
     if snapshot.recovered:
-        words.append(f"{snapshot.undone:,} undone (went back {snapshot.recovered:,}x)")
+        words.append(_undone(snapshot))
     if snapshot.unsaved:
         words.append(snapshot.unsaved.partition(":")[0])
     words.append(units.duration(snapshot.elapsed_s))
@@ -211,6 +213,15 @@ def headline(snapshot: Snapshot) -> str:
     if snapshot.state:
         words.append(snapshot.state)
     return escaped(", ".join(words))
+
+
+def _undone(snapshot: Snapshot) -> str:
+    details = [f"went back {snapshot.recovered:,}x"]
+    if snapshot.evictions_undone:
+        details.append(f"{snapshot.evictions_undone:,}x for evicted peers")
+    if snapshot.gone_back_s > 0:
+        details.append(f"{units.duration(snapshot.gone_back_s)} lost")
+    return f"{snapshot.undone:,} undone ({', '.join(details)})"
 
 
 def _count(peers: tuple[PeerLine, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The known-answer test: what this machine computes from fixed inputs, for its request to join (core/leader/answers.py compares).
+"""The known-answer test: what this machine computes from fixed inputs, for its request to join (core/leader/requests.py compares).
 
 On the devices that the run uses: the optimizer's, which is the host's with swapping, and the one that stages compute on. 0.7 s of a CPU,
 all but 3 ms to load numba and the compiled loop, which the first step would need.

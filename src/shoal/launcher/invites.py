@@ -33,6 +33,7 @@ FILE = "invites.json"
 LOCAL = "local.invite"  # beside it, readable by its owner alone
 KEPT_S = 86400.0  # an invite that is over is listed for so long
 DUE = 0.5  # of its lifetime: when it is renewed
+TITLES = 4096  # the newest, that are remembered
 OPERATOR_S = 3600.0  # the pass of the operator's own connection
 ASK_S = 0.5  # between two times of telling
 
@@ -53,11 +54,12 @@ class Issued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InviteBook(msgspec.Struct, frozen=True):
-    """`keys`: ids of revoked keys, and since when."""
+    """`keys`: ids of revoked keys, and since when. `titles`: whom invites are or were for, which outlasts them."""
 
     version: int = 0
     invites: dict[str, Issued] = {}
     keys: dict[str, int] = {}
+    titles: dict[str, str] = {}
 
 
 class Office:
@@ -194,9 +196,23 @@ class Office:
         now = self.clock()
         invites = {each: kept for each, kept in book.invites.items() if kept.granted.ends_s + KEPT_S > now}
         version = max(book.version + 1, int(now)) if news else book.version
-        book = msgspec.structs.replace(book, version=version, invites=invites)
+        titles = book.titles | {each: kept.title for each, kept in book.invites.items() if kept.title}
+        titles = dict(list(titles.items())[-TITLES:])
+        book = msgspec.structs.replace(book, version=version, invites=invites, titles=titles)
         replace(self.directory / FILE, msgspec.json.format(msgspec.json.encode(book), indent=1) + b"\n")
         self._seen = (-1, InviteBook())
+
+
+def titles(directory: Path) -> dict[str, str]:
+    """Whom each invite is for, by its id, as `shoal invite --name` was told. Empty where the run was founded elsewhere."""
+    path = directory / FILE
+    try:
+        book = msgspec.json.decode(path.read_bytes(), type=InviteBook)
+    except FileNotFoundError:
+        return {}
+    except UNDECODABLE as error:
+        raise ValueError(f"{path} is not a list of invites: {error}") from None
+    return book.titles
 
 
 def invite_named(word: str, book: InviteBook) -> list[str]:

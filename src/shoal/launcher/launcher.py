@@ -28,6 +28,7 @@ from shoal.exit_codes import ExitCode
 from shoal.launcher import reach
 from shoal.launcher.files import rundir
 from shoal.launcher.files.run_directory import RunDirectory
+from shoal.launcher.files.standing import evictions
 from shoal.launcher.launch import News, PeerProcess, PeerProcesses
 from shoal.launcher.local_peers import RunPasses, Starter, peers_file
 from shoal.launcher.planning import plan_settings
@@ -37,7 +38,7 @@ from shoal.launcher.watching.members import LAST_REPLICA_S
 from shoal.launcher.watching.samples import Samples
 from shoal.launcher.watching.watch import MajorityWatch, RunMonitor
 from shoal.planner.strategy import plan as plans
-from shoal.runtime.records.report import AnyLine, replace
+from shoal.runtime.records.report import AnyLine, Proven, replace
 from shoal.transport.emulated.faulty import FAULTS
 from shoal.transport.identity.invite import Authority
 
@@ -58,6 +59,7 @@ class Launcher:
     def __init__(self, job: RunRequest) -> None:
         self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
+        self.watch.everyone.evictions = list(evictions(job.directory))
         self.crew = PeerProcesses(job.directory, self._hear, self._ended, self._warn)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
         self.over = asyncio.Event()
@@ -348,6 +350,8 @@ class Launcher:
     # -------------------------------------------------------------------------------------------------- reports
 
     def _hear(self, child: PeerProcess, line: AnyLine) -> None:
+        if isinstance(line, Proven):
+            return self._output.prove(line)
         step = self.watch.hear(child.label, line, time.monotonic())
         if step is not None:
             self._output.commit(step)
@@ -469,7 +473,8 @@ class Launcher:
     def _write_lists(self) -> None:
         names = {label: peer for peer, label in self.watch.labels.items()}
         entries = self.crew.addresses[:24] + self.watch.entries[:8]
-        self._output.write_lists(entries, peers_file(self.watch, self.crew.living, names), names)
+        peers = peers_file(self.watch, self.crew.living, names)
+        self._output.write_lists(entries, peers, names, tuple(self.watch.everyone.evictions))
 
     def _keep_directory(self) -> None:
         self._output.keep(self.watch.books.steps)

@@ -170,7 +170,7 @@ def source_of(path: str | Path) -> Source | None:
     """Where that directory's files come from; None: it is no copy of a model at a URL."""
     try:
         return msgspec.json.decode((Path(path) / SOURCE).read_bytes(), type=Source)
-    except (OSError, *UNDECODABLE):
+    except (OSError, ValueError, *UNDECODABLE):  # ValueError: what an adapter names as its base can be no path at all
         return None
 
 

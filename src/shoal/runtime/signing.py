@@ -6,6 +6,7 @@ An Override needs the signature of the run's authority.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 from shoal.core.consensus import certificates
@@ -43,10 +44,19 @@ class Signing:
             return message if signed_by(message, self._run) else None
         return certificates.checked(self._identity.name, source, message, self._is_valid)
 
+    @staticmethod
+    def verifier(run: str) -> Callable[[Signed, bytes], bool]:
+        """Says of a signature whether it is that peer's, under that data, in the run with that id."""
+        return functools.partial(_valid, f"agree {run}")
+
     def _sign(self, data: bytes) -> Signed:
         return Signed(self._identity.name, self._identity.public, self._identity.sign(self._purpose, data))
 
     def _verify(self, one: Signed, data: bytes) -> bool:
-        if not one.signature or key_id(one.key) != key_of(one.peer):
-            return False
-        return verify(one.key, self._purpose, data, one.signature)
+        return _valid(self._purpose, one, data)
+
+
+def _valid(purpose: str, one: Signed, data: bytes) -> bool:
+    if not one.signature or key_id(one.key) != key_of(one.peer):
+        return False
+    return verify(one.key, purpose, data, one.signature)

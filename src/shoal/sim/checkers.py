@@ -14,6 +14,8 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus.phases import ended, misplaced, transition
+from shoal.core.leader.undo.decision import FEW, INTERVALS, MOST
+from shoal.core.names import key_of
 from shoal.sim.leavers import Leavers
 from shoal.sim.tasks.task_runner import UNLIKE, Reduced, World
 
@@ -161,10 +163,15 @@ class Watch:
         if self.newest is None or view.number > self.newest.number:
             self.leavers.agreed(self.newest, view)
             self.newest = view
+        self.commits.undone.agreed(peer, before, view)
         if view.last is not None and (before is None or before.last != view.last):
             self.commits.add(peer, self._now(), view, view.last)
             if before is not None:
                 self._unfenced(peer, before, view.last)
+
+    def views(self) -> list[m.View]:
+        """All that were agreed, in order."""
+        return [self._views[number] for number in sorted(self._views)]
 
     def _whole(self, peer: m.Peer, view: m.View) -> None:
         names = [member.peer for member in view.members]
@@ -289,6 +296,7 @@ class Commits:
 
     def __init__(self, watch: Watch, begun_with: int) -> None:
         self.watch, self.begun_with = watch, begun_with
+        self.undone = Undone(watch)
         self.known: dict[tuple[int, int], m.Committed] = {}  # (epoch, step)
         self.times_s: list[float] = []
 
@@ -351,6 +359,44 @@ class Commits:
         if version != wanted:
             text = f"step {step}, stage {stage} was computed with version {version}, not {wanted}"
             self.watch.report(peer, "staleness", text)
+
+
+class Undone:
+    """Whoever is evicted for false values has contributed to no step that is left when the run has gone back for it. How often, and by how
+    many steps, is bounded. No check of this simulation passes what a peer contributed before it, so that all of it is unchecked."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._steps: dict[str, set[int]] = {}  # by key, of the history that the parameters hold
+        self.times = 0  # gone back
+
+    def agreed(self, peer: m.Peer, before: m.View | None, view: m.View) -> None:
+        if before is not None and view.epoch > before.epoch:
+            self._steps = {key: {one for one in steps if one < view.step} for key, steps in self._steps.items()}
+            if _times(view) > _times(before):
+                self.times += 1
+                self._went_back(peer, before, view)
+        if view.last is not None and view.last.step < view.step:
+            for share in (share for group in view.last.groups for share in group if share.indices):
+                self._steps.setdefault(key_of(share.peer), set()).add(view.last.step)
+
+    def _went_back(self, peer: m.Peer, before: m.View, view: m.View) -> None:
+        left = {one.peer for one in view.members + view.joining}
+        convicted = [one.peer for one in before.members if one.peer not in left and f"what {one.peer} " in view.reason]
+        for one in convicted:
+            if kept := self._steps.get(key_of(one)):
+                text = (
+                    f"view {view.number} goes back to step {view.step} for {one}, which contributed to {sorted(kept)}"
+                )
+                self.watch.report(peer, "undone", text)
+        settings, new = self.watch.settings, view.undoing or m.Undoing()
+        trained = before.step - settings.first_step + new.steps
+        if new.steps > max(FEW, INTERVALS * settings.save_every, MOST * trained):
+            self.watch.report(peer, "undone", f"{new.steps} steps of {trained} are undone for evictions")
+
+
+def _times(view: m.View) -> int:
+    return view.undoing.times if view.undoing is not None else 0
 
 
 class Durability:

@@ -84,13 +84,29 @@ class Run(Section, frozen=True):
             description="The run waits this long for a lost replica to return before it does what run.lost_stage says.",
         ),
     ] = 5.0
+    undo: Annotated[
+        Literal["checkpoint", "none"],
+        Meta(
+            description="What a peer contributed that checks convict of false values is undone by going back to an older checkpoint, or"
+            " stays."
+        ),
+    ] = "checkpoint"
+    probation: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10**6,
+            description="For this many steps a guest's new key owns no microbatch and shares a third of a stage's, if others serve it;"
+            " 0: no probation.",
+        ),
+    ] = 16
     spot_checks: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Other replicas recompute what a new peer has computed in this share of all steps, later in a tenth of them;"
-            " 0 audits none. A stage needs two replicas, resident on one device each.",
+            description="Other replicas recompute what a new peer has computed in this share of all steps, later in a tenth of them, where"
+            " a stage has two replicas that are resident on one device each; 0 audits none.",
         ),
     ] = 0.0
     trace_bytes: Annotated[

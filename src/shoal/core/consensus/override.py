@@ -72,6 +72,7 @@ def decide(
         account=account,
         saved=saved,
         evicted=newest.evicted,
+        undoing=newest.undoing,
         founder=newest.founder,
         reason=f"the operator has given up {len(listed) - len(here)} of {len(listed)} peers: {len(here)} go on from step "
         f"{newest.step} back at the state of step {saved}",

@@ -44,6 +44,7 @@ class Transition(msgspec.Struct, frozen=True):
                 return view.step <= before.step
 
 
+_BACK = "a stage lost its last replica, or what an evicted peer contributed is undone"
 _MEMBERS = "peers join, leave, move or are evicted"
 TRANSITIONS = (
     Transition(Phase.GATHERING, Phase.GATHERING, Step.SAME, _MEMBERS),
@@ -71,7 +72,7 @@ TRANSITIONS = (
         "the checkpoint is published, or cannot be; what is held out is measured",
     ),
     *(
-        Transition(before, Phase.GATHERING, Step.SAME_OR_EARLIER, "a stage lost its last replica", new_epoch=True)
+        Transition(before, Phase.GATHERING, Step.SAME_OR_EARLIER, _BACK, new_epoch=True)
         for before in Phase
         if before not in (Phase.FINISHED, Phase.FAILED)
     ),

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 
 from shoal.core.consensus.phases import misplaced, transition
-from shoal.core.messages import Committed, HeldOut, Phase, Rewards, Settings, View
+from shoal.core.messages import Committed, HeldOut, Phase, Rewards, Settings, Undoing, View
 from shoal.core.names import invite_of, limit_of
 
 NUMBERS = 1 << 32  # views and epochs: attempts are numbered from a view's number times 2^20, which a message must carry
@@ -132,6 +132,8 @@ def _step(before: View, view: View, settings: Settings) -> str:
     if transition(before, view) is None:
         epoch = " of a new epoch" if view.epoch > before.epoch else ""
         return f"{view.phase.value} at step {view.step}{epoch} after {before.phase.value} at step {before.step}"
+    if wrong := _undone(before, view):
+        return wrong
     if view.epoch > before.epoch:
         return ""
     if view.step == before.step:
@@ -140,6 +142,17 @@ def _step(before: View, view: View, settings: Settings) -> str:
     if last is None or last.step != before.step:
         return f"step {view.step} after {before.step}, last committed {last.step if last is not None else 'none'}"
     return _commit(before, last, settings)
+
+
+def _undone(before: View, view: View) -> str:
+    """Steps are counted as undone for an eviction only where a new epoch goes back by them."""
+    old, new = before.undoing or Undoing(), view.undoing or Undoing()
+    if (new.times, new.steps, new.epoch) == (old.times, old.steps, old.epoch):
+        return ""
+    back = before.step - view.step
+    if (new.times, new.steps, new.epoch) == (old.times + 1, old.steps + back, view.epoch) and view.epoch > before.epoch:
+        return ""
+    return f"{new.steps} steps undone in {new.times} times after {old.steps} in {old.times}, from step {before.step} to {view.step}"
 
 
 def _commit(before: View, last: Committed, settings: Settings) -> str:

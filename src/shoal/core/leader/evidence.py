@@ -9,6 +9,7 @@ from shoal.core.leader.books.jams import Jams
 from shoal.core.leader.books.stalls import Stalls, Takeovers
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.progress import Progress
+from shoal.core.leader.undo.unchecked import Values
 from shoal.core.messages import Booker, Index, NonFinite, Peer, Settings, View
 
 Chance = Callable[[], float]  # numbers from 0 up to 1 that nobody else can foresee
@@ -27,6 +28,7 @@ class Evidence:
         self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
         self.takeovers: Takeovers | None = None  # who it is to be
         self.guilty: dict[Peer, str] = {}  # to be evicted
+        self.values = Values()  # what checks of values have shown
         self.unfit: dict[Peer, str] = {}  # joiners that must begin anew
         self.stale: dict[Peer, str] = {}  # members that must download their state again
         self.parted: dict[Peer, str] = {}  # members that cannot go on beside their stage's only other one
@@ -37,6 +39,7 @@ class Evidence:
     def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
         self.progress.on_view(before, view, now)
         self.conduct.keep(present, (one.key for one in view.evicted))
+        self.values.on_view(before, view, present)
         if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
             self.jams.on_step()

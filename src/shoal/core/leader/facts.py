@@ -12,7 +12,6 @@ from typing import Any
 from shoal.core.allreduce.checked import WrongSums
 from shoal.core.allreduce.layout import fenced
 from shoal.core.consensus.phases import ended
-from shoal.core.leader.answers import unfit
 from shoal.core.leader.audits.audits import Outcome
 from shoal.core.leader.audits.comparing import Case
 from shoal.core.leader.averaging import DISAGREEMENTS, OpenRound, StepRounds
@@ -21,7 +20,7 @@ from shoal.core.leader.evictions import Dispute, Misfit, Verdict
 from shoal.core.leader.evidence import Chance, Evidence
 from shoal.core.leader.history import History
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.requests import Requests
+from shoal.core.leader.requests import Requests, unfit
 from shoal.core.leader.saving import Saving
 from shoal.core.messages import (
     AuditAnswer,
@@ -419,12 +418,14 @@ class Facts:
         conduct, pairs = self.evidence.conduct, {one[:2]: one[2] for one in (*outcome.words, *outcome.unlike)}
         words = [conduct.alone(by, of, why) for by, of, why in outcome.words]
         for verdict in (*outcome.guilty, *words, *conduct.unlike(outcome.unlike, outcome.agree, self.serving)):
-            self.convict(verdict)
+            self.convict(verdict, false=True)
+        for peer in outcome.passed:
+            self.evidence.values.passes(peer, outcome.step)
         found = [f"{by} and {of} differ: {why}" for (by, of), why in pairs.items()]
         return [Note("audit", text) for text in (*(f"{peer} {why}" for peer, why in outcome.guilty), *found)]
 
-    def convict(self, verdict: Verdict | None) -> None:
-        """A leader cannot evict itself: it lets another lead, which judges anew."""
+    def convict(self, verdict: Verdict | None, *, false: bool = False) -> None:
+        """A leader cannot evict itself: it lets another lead, which judges anew. `false`: for values that it sent, which were believed."""
         if verdict is None:
             return
         peer, why = verdict
@@ -432,6 +433,7 @@ class Facts:
             self.evidence.resigns = why
         elif peer in self.present:
             self.evidence.guilty[peer] = why
+            self.evidence.values.false |= {peer} if false else set()
             self.changed = True
 
     def note(self, finding: Finding, now: float) -> None:
@@ -450,7 +452,7 @@ class Facts:
                 words = finding.words  # each of one peer about another, which nobody else can judge
                 verdicts = [self.evidence.conduct.accuse(by, owner, why, 1) for by, owner, why in words]
                 for one in (*finding.guilty, *verdicts):
-                    self.convict(one)
+                    self.convict(one, false=True)
                 self.rounds.retry(self.settings, now)
             case Dispute(retry=False):
                 self._on_differing(finding)

@@ -17,8 +17,10 @@ from shoal.core.consensus.register import Register
 from shoal.core.leader.averaging import ROUNDS_PER_TERM
 from shoal.core.leader.evidence import Chance
 from shoal.core.leader.facts import Facts
+from shoal.core.leader.membership import newcomers
 from shoal.core.leader.rules import checks, order, rounds
 from shoal.core.leader.rules.proposal import Proposal
+from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
 
 SLOWEST = 10.0  # times that a peer may be slower than the median, by its own word, and be waited for
@@ -140,6 +142,11 @@ class Leader:
         after, published = proposal.view, self.facts.saving.published
         if after.epoch == view.epoch and published > after.saved:
             after = msgspec.structs.replace(after, saved=published)
+        if self.settings.probation:
+            after = msgspec.structs.replace(after, newcomers=newcomers(view, after, self.settings))
+        if self.settings.undo != "none":
+            passed, newest = self.facts.evidence.values.passed, max(published, after.saved)
+            after = msgspec.structs.replace(after, undoing=tracked(after, passed, newest, self.settings))
         return register.propose(after, now)
 
     def _look(self, view: View, now: float) -> list[Command]:

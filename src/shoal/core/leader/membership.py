@@ -11,7 +11,8 @@ from heapq import heapify, heapreplace
 import msgspec
 
 from shoal.core.leader.rebalance import Move
-from shoal.core.messages import Account, Member, Peer, View
+from shoal.core.messages import Account, Member, Newcomer, Peer, Settings, View
+from shoal.core.names import THIRD, invite_of, key_of
 
 
 def moving(
@@ -38,12 +39,50 @@ def names(members: tuple[Member, ...]) -> set[Peer]:
     return {member.peer for member in members}
 
 
-def owners_of(members: tuple[Member, ...], microbatches: int, rest: Collection[Peer] = ()) -> tuple[int, ...]:
+def newcomers(before: View, after: View, settings: Settings) -> tuple[Newcomer, ...]:
+    """Keys on probation in `after`, the next view. Whoever is there when the run begins is none, nor who came by the founder's invite."""
+    if not settings.probation:
+        return ()
+    known = {one.key: min(one.since, after.step) for one in before.newcomers}
+    there = {key_of(one.peer) for one in before.members + before.joining}
+    serving = {key_of(one.peer) for one in after.members}
+    since: dict[str, int] = {}
+    for one in after.members + after.joining:
+        key = key_of(one.peer)
+        new = (before.started or before.epoch > 0) and key not in there and invite_of(one.peer) != after.founder
+        if new or key in known:
+            since[key] = known.get(key, after.step) if key in serving else after.step
+    return tuple(Newcomer(key, step) for key, step in since.items() if after.step - step < settings.probation)
+
+
+def on_probation(view: View) -> set[Peer]:
+    """Members and joiners with a new key."""
+    keys = {one.key for one in view.newcomers}
+    return {one.peer for one in view.members + view.joining if keys and key_of(one.peer) in keys}
+
+
+def owners_of(
+    members: tuple[Member, ...], microbatches: int, rest: Collection[Peer] = (), few: Collection[Peer] = ()
+) -> tuple[int, ...]:
     """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat. Those that `rest` own
-    nothing, unless all do."""
+    nothing, and the `few` together every THIRD microbatch at most, unless nobody else is there."""
     able = [i for i, member in enumerate(members) if member.peer not in rest] or list(range(len(members)))
     at = sorted(able, key=lambda i: (members[i].seat < 0, members[i].seat, i))
-    return tuple(at[i % len(at)] for i in range(microbatches))
+    most = [i for i in at if members[i].peer not in few]
+    if not most or THIRD * (len(at) - len(most)) <= len(at):
+        return tuple(at[i % len(at)] for i in range(microbatches))
+    new = [i for i in at if members[i].peer in few]
+    return tuple(new[i // THIRD % len(new)] if i % THIRD == 0 else most[i % len(most)] for i in range(microbatches))
+
+
+def owned(
+    members: tuple[Member, ...], microbatches: int, rest: Collection[Peer], new: Collection[Peer], settings: Settings
+) -> tuple[int, ...]:
+    """Owners of a step. Whoever owns a microbatch chooses who serves it, so that peers with `new` keys own none; where owners serve
+    what they own, a third together."""
+    if settings.home:
+        return owners_of(members, microbatches, rest, new)
+    return owners_of(members, microbatches, {*rest, *new})
 
 
 def inherit(view: View, members: tuple[Member, ...], unfinished: Collection[int]) -> tuple[int, ...]:
@@ -58,7 +97,9 @@ def inherit(view: View, members: tuple[Member, ...], unfinished: Collection[int]
     for index, at in enumerate(owners):
         if at >= 0:
             left[at] += index in unfinished
-    least = [(count, at) for at, count in enumerate(left)]
+    new = on_probation(view)
+    able = [at for at, member in enumerate(members) if member.peer not in new] or range(len(members))
+    least = [(left[at], at) for at in able]
     heapify(least)
     for index, at in enumerate(owners):
         if at < 0:

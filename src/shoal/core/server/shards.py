@@ -71,7 +71,7 @@ class Shards:
             return []
         task = f"s/{next(self._serial)}"
         self._publishing = task, peer, Published(message.epoch, message.step)
-        return [Do(RunPublish(task, message.step, message.records, message.copies, best))]
+        return [Do(RunPublish(task, message.step, message.records, message.copies, best, message.epoch))]
 
     def on_done(self, done: Done) -> list[Command]:
         if self._saving is not None and self._saving[0] == done.id:

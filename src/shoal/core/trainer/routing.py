@@ -18,15 +18,15 @@ What to send is microbatch.py's business, attempts are trainer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
-from math import gcd
 from typing import Protocol
 
 import msgspec
 
 from shoal.core.latency import Latency, Usual
 from shoal.core.messages import TURNS, Index, Member, Peer, Settings, Stage
+from shoal.core.trainer.turns import NOBODY, Turns
 
 FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
@@ -80,6 +80,9 @@ class Replica(msgspec.Struct, eq=False):
     withheld_at: float = 0.0
 
 
+Entry = tuple[float, float, int, Replica]  # of the ready: virtual time, a draw, serial
+
+
 class Wiring:
     """The replicas of one stage: those that can be chosen, by virtual time; busy and banned ones, by when they can be chosen again."""
 
@@ -89,7 +92,7 @@ class Wiring:
         self._rng = rng
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: a new one starts here
-        self._ready: list[tuple[float, float, int, Replica]] = []
+        self._ready: list[Entry] = []
         self._busy: list[tuple[float, int, Replica]] = []
         self._banned: list[tuple[float, int, Replica]] = []
 
@@ -125,20 +128,24 @@ class Wiring:
         """The same for deadlines: a peer is not slow only because its whole stage is loaded."""
         return min(max(self.estimate(replica), self.usual.value), FAR * self.usual.value)
 
-    def choose(self, now: float, avoid: str, load: Load, turn: Replica | None = None) -> tuple[Replica, str] | None:
+    def choose(
+        self,
+        now: float,
+        avoid: str,
+        load: Load,
+        turn: Replica | None = None,
+        barred: frozenset[Peer] = NOBODY,
+    ) -> tuple[Replica, str] | None:
         """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
-        other is ready. `turn`: ready, and chosen unless another is expected to answer much sooner."""
+        other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: ready, and chosen unless
+        another is expected to answer much sooner."""
         self._settle(now)
+        if barred and self._wait_for_others(barred, avoid):
+            return None
         if not self._ready:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
-        candidates = []
-        while self._ready:
-            candidates.append(heappop(self._ready))
-            peer = candidates[-1][3].peer
-            if peer != avoid and peer not in load:
-                break
-            self._settle(now)
-        entry = min(candidates, key=lambda each: (each[3].peer == avoid, self._response_s(each[3], load), each[:3]))
+        candidates = self._candidates(now, {avoid, *barred}, load)
+        entry = self._pick(candidates, avoid, load, barred)
         if turn is not None and TURN * self._response_s(turn, load) <= self._response_s(entry[3], load):
             for other in candidates:
                 heappush(self._ready, other)
@@ -150,6 +157,31 @@ class Wiring:
         self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "expected to answer first"
+
+    def _wait_for_others(self, barred: frozenset[Peer], avoid: str) -> bool:
+        """None but the `barred` is ready, and another one is busy."""
+        ready = (one.peer for _, _, at, one in self._ready if one.serial == at)
+        if any(peer not in barred and peer != avoid for peer in ready):
+            return False
+        return any(one.serial == at and one.peer not in barred for _, at, one in self._busy)
+
+    def _candidates(self, now: float, unwanted: set[Peer], load: Load) -> list[Entry]:
+        """The ready ones by virtual time, up to the first that has nothing to do for this trainer and is wanted."""
+        candidates: list[Entry] = []
+        while self._ready:
+            candidates.append(heappop(self._ready))
+            peer = candidates[-1][3].peer
+            if peer not in unwanted and peer not in load:
+                break
+            self._settle(now)
+        return candidates
+
+    def _pick(self, candidates: list[Entry], avoid: str, load: Load, barred: frozenset[Peer]) -> Entry:
+        """The one to choose of these entries of the ready."""
+        return min(
+            candidates,
+            key=lambda each: (each[3].peer == avoid, each[3].peer in barred, self._response_s(each[3], load), each[:3]),
+        )
 
     def _response_s(self, replica: Replica, load: Load) -> float:
         """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
@@ -194,13 +226,12 @@ class Routes:
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
         self._answers, self._longest_s = 0, 0.0  # of all stages: how many, and the longest per unit of size
-        # By stage, in the same order at every trainer
-        self._turns: list[list[Peer]] = [[] for _ in range(settings.stages)]
-        self._shifts = [0] * settings.stages  # of the turns, with every round of the owners: so each meets all replicas
+        self._turns = Turns(settings.stages)
 
-    def on_view(self, members: tuple[Member, ...], now: float) -> None:
+    def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
+        """`new_keys`: those on probation, which get every THIRD microbatch of a stage at most, while another replica does not fail."""
         stage_of = {member.peer: member.stage for member in members}
-        self._order_turns(members)
+        self._turns.on_view(members, new_keys)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
@@ -210,11 +241,6 @@ class Routes:
             if member.peer not in self._at:
                 self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
             self._at[member.peer][1].share = max(member.turns, LEAST_TURNS) / TURNS
-
-    def _order_turns(self, members: tuple[Member, ...]) -> None:
-        in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
-        self._turns = [turns_of([one for one in in_order if one.stage == stage]) for stage in range(len(self._turns))]
-        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
 
     def choose(
         self,
@@ -237,13 +263,15 @@ class Routes:
         if home in self._at and self._at[home][0] == stage and self._at[home][1].banned_until <= now:
             return (home, "its owner serves that stage") if self._at[home][1].busy_until <= now else None
         wiring = self._wirings[stage]
-        why = self._skip_reason(stage, planned, now, avoid) if planned else ""
+        barred = self._turns.barred(stage, index)
+        why = self._skip_reason(stage, planned, now, avoid, barred) if planned else ""
         if planned and not why:
             replica = self._at[planned][1]
             wiring.take(replica)
             replica.virtual += size * wiring.estimate(replica)
             return planned, "as planned"
-        chosen = wiring.choose(now, avoid, load, self._turn(stage, index, now, avoid) if index is not None else None)
+        turn = self._turn(stage, index, now, avoid) if index is not None else None
+        chosen = wiring.choose(now, avoid, load, turn, barred)
         if chosen is None:
             return None
         replica, reason = chosen
@@ -257,19 +285,20 @@ class Routes:
 
     def _turn(self, stage: Stage, index: Index, now: float, avoid: str) -> Replica | None:
         """Whose turn it is with that microbatch. None: it is not in good standing."""
-        turns = self._turns[stage]
-        if not turns:
+        peer = self._turns.turn(stage, index)
+        if peer is None:
             return None
-        peer = turns[(index + self._shifts[stage] * (index // len(self._at))) % len(turns)]
         replica = self._at[peer][1]
         ready = not replica.level and replica.busy_until <= now and not replica.late
         return replica if ready and peer != avoid else None
 
-    def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str) -> str:
+    def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str, barred: frozenset[Peer]) -> str:
         """Why the planned peer does not receive this hop; '' if it does."""
         at, replica = self._at.get(planned, (-1, None))
         if replica is None or at != stage:
             return f"it does not serve stage {stage}"
+        if planned in barred:
+            return "its key is new"
         if planned == avoid:
             return "it was slow or failed with this hop"
         if replica.level:
@@ -452,25 +481,3 @@ class Routes:
 
     def _ban_s(self, replica: Replica) -> float:
         return float(self._settings.ban_s * 2 ** (replica.level - 1))
-
-
-def turns_of(members: list[Member]) -> list[Peer]:
-    """Of one stage's replicas in their order, so that each has as many as its line allows, spread evenly; all alike: one each.
-    A replica without any is still chosen when it is expected to answer much sooner than the one whose turn it is."""
-    wanted = [member.turns for member in members]
-    whole = sum(wanted)
-    if not whole:
-        return [member.peer for member in members]
-    turns, credit = list[Peer](), [0] * len(members)
-    for _ in range(whole // gcd(*wanted)):  # smooth weighted round robin
-        credit = [held + each for held, each in zip(credit, wanted, strict=True)]
-        at = max(range(len(members)), key=lambda place: (credit[place], -place))
-        credit[at] -= whole
-        turns.append(members[at].peer)
-    return turns
-
-
-def shift(owners: int, replicas: int) -> int:
-    """By how much turns are shifted with every round of the owners: the least that lets each owner meet all replicas, since then its next
-    turn is at as many as have no divisor in common with them. Without a shift the turns are exactly even."""
-    return next(each for each in range(max(1, replicas)) if gcd(owners + each, max(1, replicas)) == 1)

@@ -182,7 +182,8 @@ class StateTransfer:
             return self._bring(Failed("", why, lacks=(frozen,)), now)
         self.downloader.wait(now)
         if view.step == self._settings.first_step or not (view.started or view.kept):
-            return self._start(Init(id=self._id(), stage=target.stage, step=view.step))
+            undone = view.epoch if view.undoing is not None and view.undoing.epoch == view.epoch else 0
+            return self._start(Init(self._id(), target.stage, view.step, void_before=undone))
         return self.downloader.request(view, self._server.since)
 
     def _bring(self, failed: Failed, now: float) -> list[Command]:

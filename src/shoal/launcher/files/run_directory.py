@@ -14,12 +14,16 @@ import msgspec
 
 from shoal.core.messages import Peer
 from shoal.dashboard import plot
+from shoal.dashboard.leaderboard import Eviction
 from shoal.dashboard.steplog import StepLog
 from shoal.dashboard.terminal import Snapshot
 from shoal.escaping import escaped_json
 from shoal.launcher.files import rundir
 from shoal.launcher.files.output_files import OutputFiles
+from shoal.launcher.files.proofs import ProofFile
+from shoal.launcher.files.standing import EVICTIONS
 from shoal.runtime.records.account import CommittedStep
+from shoal.runtime.records.report import Proven
 
 STATUS_IDLE_S = 10.0  # between two of status.json when no step and no reason is new: only rates and bytes have changed
 STATUS_BPS = 4096  # of status.json: 14 MB an hour at most
@@ -65,6 +69,7 @@ class RunDirectory:
         self._claim, self._warn, self._log = claim, warn, log
         self._founding, self._identity = rundir.founding(path), rundir.identity(path)
         self._files = OutputFiles(path, warn)
+        self._proofs = ProofFile(path, warn)
         self._committed = 0  # since commits.jsonl was last written anew
         self._unmakeable = ""  # why it could not be made again, as last warned of
         self._listed: dict[str, object] = {}  # what was written to bootstrap.json, peers.json, names.json
@@ -75,14 +80,24 @@ class RunDirectory:
         self._committed += 1
         self._log.add(step)
 
+    def prove(self, line: Proven) -> None:
+        self._proofs.add(line)
+
     def write_status(self, snapshot: Snapshot, now: float) -> None:
         self._status.write(snapshot, now)
         self._files.flush()
         self._log.flush(snapshot)
 
-    def write_lists(self, addresses: tuple[str, ...], peers: rundir.PeersFile, names: dict[str, Peer]) -> None:
-        """For joiners, for `shoal chaos`, and for commands that name peers. Only what has changed is written."""
-        for name, content in (("bootstrap.json", addresses), ("peers.json", peers), ("names.json", names)):
+    def write_lists(
+        self,
+        addresses: tuple[str, ...],
+        peers: rundir.PeersFile,
+        names: dict[str, Peer],
+        evictions: tuple[Eviction, ...] = (),
+    ) -> None:
+        """For joiners, for `shoal chaos`, for commands that name peers, and for `shoal leaderboard`. Only what has changed is written."""
+        lists = {"bootstrap.json": addresses, "peers.json": peers, "names.json": names, EVICTIONS: evictions}
+        for name, content in lists.items():
             if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
                 self._listed[name] = content
 

@@ -10,7 +10,8 @@
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
     metrics.jsonl  tensorboard/  wandb/  what run.log_to asks for          page.token   the page's secret beyond loopback
-    samples.jsonl  what followed eval.prompts
+    samples.jsonl  what followed eval.prompts            evictions.json  who was evicted, and why
+    proofs.jsonl   the newest commits as they were signed (`shoal leaderboard --verify`), and proofs.older.jsonl
     watched        its time says when `shoal watch` last read the status
     unloadable     the step of the checkpoint for which the session before ended
 

@@ -8,9 +8,13 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
+from shoal.dashboard.leaderboard import Eviction
 from shoal.dashboard.terminal import Snapshot
+from shoal.escaping import UNDECODABLE
 from shoal.launcher.files import rundir
 from shoal.transport.identity.passes import date
+
+EVICTIONS = "evictions.json"
 
 
 def directory_of(run: str, settings: list[str]) -> Path:
@@ -30,6 +34,17 @@ def alive(directory: Path, within_s: float) -> bool:
     """Its launcher runs, and has written the state within that time."""
     written_s = (directory / "status.json").stat().st_mtime
     return rundir.running(directory) and time.time() - written_s < within_s
+
+
+def evictions(directory: Path) -> tuple[Eviction, ...]:
+    """Who was evicted for what it did, in all sessions, as far as the launcher heard of it and still lists it."""
+    path = directory / EVICTIONS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[Eviction, ...])
+    except FileNotFoundError:
+        return ()
+    except UNDECODABLE as error:
+        raise ValueError(f"{path} is not a list of evictions: {error}; remove it to go on without") from None
 
 
 def standing(directory: Path) -> tuple[Snapshot, bool]:

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from shoal.core.consensus.certificates import can_agree, casting_voter
 from shoal.core.leader.rules.removal import LEAVE_S
 from shoal.core.messages import Member, Peer, View
+from shoal.core.names import key_of
+from shoal.dashboard.leaderboard import Eviction
 from shoal.dashboard.terminal import PeerLine
 from shoal.runtime.records.report import PeerProgress
 
 HERE = "this machine"
 LAST_REPLICA_S = 120.0  # that a stage's last replica waits to be replaced; or a leader for the others to follow another
+EVICTIONS_KEPT = 1024
 ELSEWHERE = "?"  # the machine of a peer whose record was not received yet
 
 
@@ -30,6 +33,7 @@ class Members:
         self.regions: dict[Peer, str] = {}
         self.join = ""  # the command that adds a peer; '' on a guest's machine
         self.recover = ""  # the command that gives up silent members; '' on a guest's machine
+        self.evictions: list[Eviction] = []  # for what the peers did, the newest last
         self.stopped_at: float | None = None  # since when no local peer hears a leader
 
     def update(self, standing: Mapping[str, PeerProgress], now: float) -> None:
@@ -79,6 +83,16 @@ class Members:
             for one in left
             if one.peer not in self.labels
         ]
+
+    def evicted(self, before: View | None, view: View) -> None:
+        """Note whom this view evicts for what it did, in this session or another."""
+        times = {one.key: one.times for one in before.evicted} if before is not None else {}
+        known = {one.key for one in view.evicted if before is not None and one.times > times.get(one.key, 0)}
+        stays = {member.peer for member in view.members + view.joining}
+        for one in before.members + before.joining if before is not None else ():
+            if one.peer not in stays and key_of(one.peer) in known:
+                reason = view.reason.partition(f"{one.peer} ")[2].partition("; ")[0]
+                self.evictions = [*self.evictions, Eviction(view.work, view.epoch, one.peer, reason)][-EVICTIONS_KEPT:]
 
     def irreplaceable(self, view: View | None) -> bool:
         """A stage is served here alone, no peer of another machine is on its way there, and none can be spared for it."""

@@ -13,14 +13,14 @@ import msgspec
 from shoal import units
 from shoal.config import Config, microbatches, tokens_per_step
 from shoal.core.consensus.certificates import can_agree, casting_voter
-from shoal.core.messages import Peer, Phase, View
+from shoal.core.messages import Peer, Phase, Undoing, View
 from shoal.dashboard import plot
 from shoal.dashboard.account import HeldOut, PeerTraffic, Summary
 from shoal.dashboard.terminal import Happening, Snapshot
 from shoal.escaping import escaped, escaped_lines
 from shoal.launcher.watching.members import Members
 from shoal.launcher.watching.presence import Presence, natural
-from shoal.runtime.records.account import Base, CommitHistory, CommittedStep
+from shoal.runtime.records.account import Base, CommitHistory, CommittedStep, gone_back_s
 from shoal.runtime.records.report import Agreed, AnyLine, Ended, Listening, Located, Notice, PeerProgress
 from shoal.traffic import Traffic
 
@@ -99,6 +99,7 @@ class RunMonitor:
         epoch = before.epoch if before is not None else 0
         step = self.books.agree(view, now)
         if self.books.view is view:
+            self.everyone.evicted(before, view)
             for words in self.everyone.leavers(before, view):
                 self.tell("left", words, now)
             self._unable = "" if view.saved > self.saved else self._unable
@@ -209,6 +210,17 @@ class RunMonitor:
         stages = Counter(living.values())
         return sorted(label for label, stage in living.items() if stages[stage] > 1)
 
+    def _undoing(self) -> Undoing:
+        """What evictions have undone in this session."""
+        view = self.books.view
+        return (view.undoing if view is not None else None) or Undoing()
+
+    def _gone_back_s(self) -> float:
+        if not self.books.recovered or self.first_step_s is None:
+            return 0.0
+        steps = (step for step in self.books.steps if step.commit.step >= self.resumed.first_step)
+        return gone_back_s(steps, self.started_s + self.first_step_s)
+
     def losses(self) -> tuple[float, ...]:
         if self._losses[0] != self.books.changes:
             self._losses = (
@@ -274,6 +286,8 @@ class RunMonitor:
             skipped=account.skipped,
             joined=account.joined,
             recovered=self.books.recovered,
+            evictions_undone=self._undoing().times,
+            gone_back_s=self._gone_back_s(),
             staleness=self.config.train.staleness,
             stopped=self._stopped(),
             advice=self.advice(),
@@ -312,6 +326,9 @@ class RunMonitor:
             undone=totals.undone,
             skipped=totals.skipped,
             recovered=totals.recovered,
+            evictions_undone=self._undoing().times,
+            evictions_undone_steps=self._undoing().steps,
+            gone_back_s=self._gone_back_s(),
             adopted_steps=totals.adopted_steps,
             away=totals.away,
             first_step=self.resumed.first_step,

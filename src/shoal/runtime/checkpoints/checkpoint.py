@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,9 @@ class Store:
             self._storage.delete(f"{draft}/{MARKER}")  # what was there under this step is being replaced
         return draft
 
-    def publish(self, step: int, records: Iterable[str], about: About, copies: Copies = ()) -> str:
+    def publish(self, step: int, records: Iterable[str], about: About, copies: Copies = (), epoch: int = 0) -> str:
         """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same. `copies`: the places
-        that hold each shard; () when all are here.
+        that hold each shard; () when all are here. `epoch`: of the session, in which it is written.
 
         ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
         shards = _checked(step, records)
@@ -158,6 +159,7 @@ class Store:
                 return self.path(step)
         draft = self.unfinished(step)
         training = _training(step, shards, about, files, self.catalog.authority or "", copies)
+        training = msgspec.structs.replace(training, epoch=epoch)
         for name, file in files.items():
             if (not copies or training.belongs(name, self.place)) and self._storage.size(
                 f"{draft}/{name}"
@@ -180,6 +182,17 @@ class Store:
         if whole:
             self._sweep(before=whole[0].step)
         return tuple(self.path(step) for step in old)
+
+    def delete_undone(self, step: int, epoch: int) -> tuple[str, ...]:
+        """Delete this run's checkpoints of later steps than `step` that older epochs than `epoch` have written. Several peers may do so at
+        once. Returns their paths."""
+        undone = []
+        for entry in self.catalog.entries():
+            if entry.step > step and not entry.wrong and entry.training is not None and entry.training.epoch < epoch:
+                with suppress(FileNotFoundError):
+                    self._remove(entry.step)
+                    undone.append(self.path(entry.step))
+        return tuple(undone)
 
     def load(self, step: int, like: State) -> dict[str, torch.Tensor]:
         """The tensors that `like` has, in its order, from whichever shards hold them: any cut reads any other's.

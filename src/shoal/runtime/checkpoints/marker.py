@@ -63,6 +63,7 @@ class Training(msgspec.Struct, frozen=True):
     copies: tuple[tuple[str, ...], ...] = ()  # the places that hold each shard; none: all of them are here
     adopted: tuple[str, ...] = ()  # keys of the runs whose it was before, by `--adopt`
     base: str = ""  # fingerprint of the frozen weights beside which adapters were trained; before 24 November 2026 none was written
+    epoch: int = 0  # of the session that wrote it; what an older epoch wrote of later steps was undone
     seal: str = "0" * 64  # SHA-256 of this file, with zeros here; before November 2026 there was none
 
     def shard_files(self, shard: int) -> dict[str, File]:

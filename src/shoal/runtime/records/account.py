@@ -19,8 +19,21 @@ import msgspec
 
 from shoal.core.consensus.override import times_gone_back
 from shoal.core.messages import Account, Committed, View
+from shoal.core.names import invite_of, key_of
 
 WHOLE = 256  # newest commits that are kept with their groups: the books of a step are some KB
+BLOCK = 64  # older ones, the last of which says who contributed what to all of them
+LONGEST_S = 3600.0  # between two commits, that counts as time in which their peers took part: clocks of sessions differ
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True):
+    """What one key contributed at one stage. `who`: key id, a dot, and the id of the invite that it came by."""
+
+    who: str
+    stage: int
+    microbatches: int  # whose gradients it added to the step's sums
+    steps: int = 1  # that it was averaged in
+    seconds: float = 0.0  # that these took
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -31,6 +44,8 @@ class Tally(msgspec.Struct, frozen=True):
     missing: int
     doubled: int
     digest: str  # of the whole commit, so that another one of the same step is still known as such
+    credits: tuple[Credit, ...] = ()  # of this step, or of so many that end with it:
+    credited: int = 0
 
 
 class CommittedStep(msgspec.Struct, frozen=True):
@@ -165,8 +180,22 @@ class CommitHistory:
         for number in range(self._short, newest - WHOLE + 1):
             step = self._steps.get(number)
             if step is not None and step.tally is None:
-                self._steps[number] = _short(step, self._count(step))
+                self._steps[number] = _short(step, self._count(step), self._steps.get(number - 1))
+            if number % BLOCK == BLOCK - 1:
+                self._join_credits(number)
         self._short = max(self._short, newest - WHOLE + 1)
+
+    def _join_credits(self, last: int) -> None:
+        """Of the block of steps that ends with `last`: only that one still says who contributed what."""
+        block = [step for number in range(last - BLOCK + 1, last + 1) if (step := self._steps.get(number)) is not None]
+        if last not in self._steps or any(step.tally is None for step in block):
+            return
+        credits, credited = credits_of(block)
+        for step in block:
+            mine = (tuple(credits), credited) if step.commit.step == last else ((), 0)
+            assert step.tally is not None
+            tally = msgspec.structs.replace(step.tally, credits=mine[0], credited=mine[1])
+            self._steps[step.commit.step] = msgspec.structs.replace(step, tally=tally)
 
     def _go_back(self, view: View) -> None:
         """Drop commits that the view's epoch trains again. Views arrive in any order, so the earliest reported step counts.
@@ -307,9 +336,62 @@ def _digest(commit: Committed) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(commit), digest_size=8).hexdigest()
 
 
-def _short(step: CommittedStep, counts: tuple[int, int, int]) -> CommittedStep:
+def _short(step: CommittedStep, counts: tuple[int, int, int], before: CommittedStep | None) -> CommittedStep:
     commit = msgspec.structs.replace(step.commit, groups=(), digests=(), joiners=())
-    return msgspec.structs.replace(step, commit=commit, tally=Tally(*counts, _digest(step.commit)))
+    tally = Tally(*counts, _digest(step.commit), _credits(step, before), credited=1)
+    return msgspec.structs.replace(step, commit=commit, tally=tally)
+
+
+def _credits(step: CommittedStep, before: CommittedStep | None) -> tuple[Credit, ...]:
+    """Of one commit with its groups, to whoever was averaged."""
+    seconds = step.heard_s - before.heard_s if before is not None else 0.0
+    seconds = seconds if 0.0 < seconds < LONGEST_S else 0.0
+    return tuple(
+        Credit(f"{key_of(share.peer)}.{invite_of(share.peer)}", stage, len(share.indices), 1, seconds)
+        for stage, group in enumerate(step.commit.groups)
+        for share in group
+    )
+
+
+def signed_only(steps: Iterable[CommittedStep], proven: Iterable[Committed]) -> list[CommittedStep]:
+    """Those of these steps whose commits are `proven`, with the groups of these: nothing of what a launcher wrote down is believed but
+    which commits stand."""
+    by_digest = {_digest(commit): commit for commit in proven}
+    signed = []
+    for step in steps:
+        commit = by_digest.get(step.tally.digest if step.tally is not None else _digest(step.commit))
+        if commit is not None:
+            signed.append(msgspec.structs.replace(step, commit=commit, tally=None, heard_s=0.0))
+    return signed
+
+
+def credits_of(steps: Iterable[CommittedStep]) -> tuple[list[Credit], int]:
+    """Who contributed what to these steps, in order: one for each key and stage; and to how many steps that is known. Steps that were
+    undone are in no history, and credited to nobody."""
+    totals: dict[tuple[str, int], list[float]] = {}
+    credited, before = 0, None
+    for step in steps:
+        listed = step.tally.credits if step.tally is not None else _credits(step, before)
+        credited += step.tally.credited if step.tally is not None else 1
+        before = step
+        for one in listed:
+            sums = totals.setdefault((one.who, one.stage), [0, 0, 0.0])
+            for at, value in enumerate((one.microbatches, one.steps, one.seconds)):
+                sums[at] += value
+    return [
+        Credit(who, stage, int(n), int(count), s) for (who, stage), (n, count, s) in sorted(totals.items())
+    ], credited
+
+
+def gone_back_s(steps: Iterable[CommittedStep], began_s: float) -> float:
+    """Seconds that going back to checkpoints has cost: from a step's commit until the next one was committed for good, after an epoch in
+    between had been given up. `began_s`: when the first step was committed, which counts where that was given up, too."""
+    lost_s, before = 0.0, None
+    for step in steps:
+        if step.epoch > (before.epoch if before is not None else 0):
+            lost_s += max(0.0, step.heard_s - (before.heard_s if before is not None else began_s))
+        before = step
+    return lost_s
 
 
 def base_of(steps: tuple[CommittedStep, ...]) -> Base:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.core.messages import Peer, View
+from shoal.core.messages import Peer, Signed, View
 from shoal.escaping import UNDECODABLE, escaped_json
 from shoal.traffic import StoredBytes, Traffic
 
@@ -41,6 +41,19 @@ class Agreed(ReportLine, frozen=True):
 
     time_s: float
     view: View
+
+
+class Proven(ReportLine, frozen=True):
+    """An agreed view that commits a step, as msgpack, with the signatures that prove it, and passes of signers that were not told before,
+    by key (runtime/proofs.py)."""
+
+    number: int
+    view: bytes
+    term: int
+    leader: Peer
+    before: tuple[Peer, ...]
+    signed: tuple[Signed, ...]
+    passes: dict[str, bytes] = {}
 
 
 class PeerProgress(ReportLine, frozen=True):
@@ -83,7 +96,7 @@ class Ended(ReportLine, frozen=True):
     user_error: bool = False
 
 
-AnyLine = Listening | Located | Agreed | PeerProgress | Notice | Ended
+AnyLine = Listening | Located | Agreed | Proven | PeerProgress | Notice | Ended
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyLine)

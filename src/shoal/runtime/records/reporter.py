@@ -5,12 +5,14 @@ For runtime/node.py. It counts messages and remembers peaks; record.py writes th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from shoal.core.messages import Command, Event, View
 from shoal.core.peer import PeerMachine
 from shoal.runtime.records.record import NodeRecord
-from shoal.runtime.records.report import Notice, PeerProgress
+from shoal.runtime.records.report import Notice, PeerProgress, Proven
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.traffic import StoredBytes, TrafficCounter
 
@@ -22,6 +24,7 @@ class Reporter:
         self.tally = TrafficCounter()
         self.view: View | None = None  # as reported last
         self._machine, self._runner, self._record = machine, runner, record
+        self.prove: Callable[[View], Proven | None] = lambda view: None  # set by who knows signatures and passes
         self._most_stored_bytes = 0  # peak of the activation store
 
     def handled(self, now: float, event: Event, commands: list[Command]) -> bool:
@@ -33,8 +36,11 @@ class Reporter:
             return False
         if self.view is None or view.step != self.view.step:
             self.traffic(now)
+        committed = view.last is not None and (self.view is None or view.last != self.view.last)
         self.view = view
         self._record.view(now, view)
+        if committed and (proof := self.prove(view)) is not None:
+            self._record.tell(proof)
         return True
 
     def traffic(self, now: float) -> None:

@@ -436,9 +436,16 @@ class TaskRunner:
             raise DoesNotFit(f"stage {task.stage} cannot be built here: {error}") from error
         if isinstance(task, (Import, Blend)):
             self._download.load(executor, task)
-        elif task.step:
-            executor.load_state(self._shards.place().load(task.step, executor.state()))
+        else:
+            self._begin_with(task, executor)
         return executor
+
+    def _begin_with(self, task: Init, executor: Executor) -> None:
+        """The state of that version, from a checkpoint but for version 0."""
+        if task.void_before and self._shards.store is not None:
+            self._shards.store.delete_undone(task.step, task.void_before)
+        if task.step:
+            executor.load_state(self._shards.place().load(task.step, executor.state()))
 
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
@@ -479,8 +486,9 @@ class TaskRunner:
 
     def _publish(self, task: RunPublish) -> Result:
         store = self._shards.place()
-        path = store.publish(task.step, task.records, self._about, task.copies)
+        path = store.publish(task.step, task.records, self._about, task.copies, task.epoch)
         try:
+            store.delete_undone(task.step, task.epoch)
             store.prune(self._config.checkpoint.keep, task.best)
         except OSError as error:  # the new one is there; the old ones are only in the way
             log.warning("older checkpoints could not be deleted: %s", error)

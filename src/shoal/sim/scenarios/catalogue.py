@@ -131,6 +131,35 @@ SCENARIOS = {
             happenings=Happenings(kills=2, restarts=3, leaves=2, joiners=3, pauses=2, one_ways=2, halves=1, liars=1),
             strikes=Strikes(rows=2, tellings=2),
         ),
+        Scenario(  # three that come by one invite want to serve a stage
+            name="sybils",
+            peers=(3, 6),
+            stages=(1, 2),
+            steps=(14, 18),
+            step_s=2.0,
+            microbatches=(12, 24),
+            probation=8,
+            staleness=0,
+            happenings=Happenings(joiners=3),
+            sure=True,
+        ),
+        Scenario(  # a liar is evicted, what it contributed undone, and others fail meanwhile
+            name="undone",
+            strangers=(1, 2),
+            acts=("member/wrong",),
+            spot_checks=(0.1,),
+            peers=(7, 12),
+            stages=(1, 3),
+            steps=(12, 20),
+            step_s=1.5,
+            save_every=(1, 5),
+            messages=Messages(drop=0.01, delay=0.01),
+            happenings=Happenings(kills=1, restarts=1, joiners=2, losses=1),
+            damages=True,
+            strikes=Strikes(leading=2, saving=1, downloading=1),
+            progress_s=180.0,
+            finish_s=900.0,
+        ),
         Scenario(
             name="strangers",
             strangers=(1, 3),
@@ -251,6 +280,7 @@ CHECKED: dict[str, Any] = {
     "steps": (50, 60),
     "spot_checks": (0.1,),
     "staleness": 0,
+    "finish_s": 1500.0,
 }  # else it is not found out
 HOSTILE = tuple(  # strangers/member/mute: one hostile peer that does only that
     msgspec.structs.replace(
@@ -290,6 +320,7 @@ def suite(name: str) -> tuple[Scenario, ...]:
                 "large_group",
                 "unlike_lines",
                 "strangers",
+                "undone",
             )
         ),
         *LONG,

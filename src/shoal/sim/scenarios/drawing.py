@@ -60,6 +60,8 @@ def draw(scenario: Scenario, seed: int) -> Case:
         activation_store_bytes=store.choice((1 << 32, 40 * BLOB_BYTES, 20 * BLOB_BYTES, 12 * BLOB_BYTES)),
         piece_values=pieces.choice((0, 0, values // 2, values // 7)),
         tokens=scenario.tokens,
+        undo="checkpoint",
+        probation=scenario.probation,
         spot_checks=audited,
     )
     disks = Random(f"{scenario.name}/{seed}/places")

@@ -101,12 +101,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     saves: int = 0  # times that a launcher asks for a checkpoint now
     sure: bool = False  # every kind of fault that may happen does
     strikes: Strikes = Strikes()
-    spot_checks: tuple[float, ...] = (
-        1.0,
-        0.1,
-        0.0,
-        0.0,
-    )  # share of steps in which a new peer is audited, drawn from these
+    # Share of the steps in which a new peer is audited, drawn from these
+    spot_checks: tuple[float, ...] = (1.0, 0.1, 0.0, 0.0)
+    probation: int = 0  # steps in which new keys get a third of a stage's microbatches at most
     tokens: int = 0  # of a microbatch, where the loss of some does not count; 0: where every token's does
     heldout: bool = False  # some steps measure held-out microbatches
     nonfinite: tuple[int, int] = (0, 0)  # steps with a microbatch whose result is not finite, whoever computes it

@@ -28,12 +28,18 @@ class Storage:
         self.damaged: set[int] = set()  # steps of published checkpoints that nobody can load
         self.shards: dict[tuple[int, int], str] = {}  # by step and stage, of checkpoints that are not published yet
         self.published: dict[int, tuple[str, ...]] = {}  # what training.json says of every stage
+        self.epochs: dict[int, int] = {}  # in which those were published
         self.held: dict[int, set[int]] = {}  # the stages of a published checkpoint whose shards are here
 
     def has(self, step: int, stage: int, digest: str) -> bool:
         """A whole shard of a published checkpoint."""
         whole = step in self.published and step not in self.damaged and stage in self.held[step]
         return whole and self.published[step][stage] == digest
+
+    def delete_undone(self, step: int, epoch: int) -> None:
+        """Published checkpoints of later steps, by older epochs."""
+        for later in [later for later, of in self.epochs.items() if later > step and of < epoch]:
+            del self.published[later], self.held[later], self.epochs[later]
 
     def need_room(self) -> None:
         if self.full:
@@ -82,6 +88,8 @@ class Copies:
             raise ValueError(f"shards {missing} of step {task.step} are not here")
         storage.damaged.discard(task.step)
         storage.published[task.step], storage.held[task.step] = digests, here
+        storage.epochs[task.step] = task.epoch
+        storage.delete_undone(task.step, task.epoch)
         for stage in here:
             storage.shards.pop((task.step, stage), None)
         return m.Result(record=f"checkpoints/step-{task.step}")
@@ -129,6 +137,7 @@ class Copies:
         if task.shard == m.ABOUT:
             storage.published[task.step] = content
             storage.held.setdefault(task.step, set())
+            storage.epochs.setdefault(task.step, 0)
             if task.step in storage.damaged:  # which of its files are, each peer finds when it loads
                 storage.damaged.discard(task.step)
                 storage.held[task.step] = set()

@@ -376,6 +376,7 @@ class TaskRunner:
 
     def _init(self, task: m.Init, inputs: Sequence[Blob]) -> m.Result:
         self.sums.clear()
+        self.copies.storage.delete_undone(task.step, task.void_before)
         if task.step == 0:
             digest = short("init", task.stage)
             return self._build(task.stage, 0, digest, digest)

@@ -30,6 +30,7 @@ MAX_GRANTS = 1024  # renewed, in one list
 MAX_REVOKED = 2048
 MAX_PEERS = 1 << 16  # that one invite admits
 INVITE_CHARS = 12  # of an invite's id, 60 bits: only the authority makes holders' keys, so nobody can aim at one
+SHOWN = 4096  # passes of others that are remembered, the newest
 SKEW_S = 3600.0  # by which two machines' clocks may differ
 SKEW_SHARE = 0.1  # of a grant's lifetime, which bounds the above
 
@@ -161,6 +162,7 @@ class Membership:
     ) -> None:
         self.run, self.name, self.clock = run, name, clock
         self.on_change: Callable[[], None] = lambda: None
+        self.shown: dict[str, bytes] = {}  # passes that were checked, by key
         self.seen = ""  # the address from which this peer's last connection arrived, as the other side said
         self._lock = threading.Lock()
         self._standing = standing
@@ -194,10 +196,18 @@ class Membership:
 
     def check_pass(self, proof: bytes, peer: Peer, now: float) -> None:
         """The same without a look at the revoked."""
-        grant = _read_pass(proof, self.run, peer)
+        grant = genuine(proof, self.run, peer)
+        self._remember(peer, proof)
         newest = self._standing.grants.get(grant.id, grant)
         if now >= max(grant.ends_s, newest.ends_s):
             raise ValueError(f"its pass is expired at {date(max(grant.expires, newest.expires))}; ask for a new invite")
+
+    def _remember(self, peer: Peer, proof: bytes) -> None:
+        key = key_of(peer)
+        if self.shown.get(key) != proof:
+            with self._lock:
+                kept = [each for each in self.shown.items() if each[0] != key]
+                self.shown = dict([*kept[-SHOWN + 1 :], (key, proof)])
 
     def revoked(self, peer: Peer) -> Revoked | None:
         """That peer's invite or key is not welcome any more."""
@@ -281,7 +291,7 @@ class Membership:
         return (grant.authority, grant.holder, grant.peers) == (mine.authority, mine.holder, mine.peers)
 
 
-def _read_pass(proof: bytes, run: str, peer: Peer) -> Grant:
+def genuine(proof: bytes, run: str, peer: Peer) -> Grant:
     """The grant of a pass that is genuine and the named peer's; whether it is over is another question. ValueError."""
     if not proof:
         raise ValueError("no pass: this peer holds no invite of the run")

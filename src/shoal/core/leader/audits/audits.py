@@ -46,14 +46,15 @@ Key = tuple[int, int, int]  # epoch, step and round
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What an audit has shown. `guilty`: by several, or by their own answers; `words`: the word of the first against the second;
-    `unlike`: one of two is wrong, others
-    `agree` (findings.py)."""
+    """What an audit of `step` has shown. `guilty`: by several, or by their own answers; `words`: the word of the first against
+    the second; `unlike`: one of two is wrong, others `agree` (findings.py); `passed`: their hops, computed again, are the same."""
 
     guilty: tuple[tuple[Peer, str], ...] = ()
     words: tuple[tuple[Peer, Peer, str], ...] = ()
     unlike: tuple[Unlike, ...] = ()
     agree: tuple[tuple[Peer, Peer], ...] = ()
+    passed: tuple[Peer, ...] = ()
+    step: int = 0
 
 
 class Audit(msgspec.Struct):
@@ -245,6 +246,8 @@ class Audits:
                 tuple(one for each in found for one in each.guilty),
                 tuple(one for each in found for one in each.words),
                 tuple(one for each in found for one in each.unlike),
+                passed=tuple(one for each in found for one in each.passed),
+                step=audit.case.round.step,
             ),
         )
 
@@ -253,7 +256,7 @@ class Audits:
         accusers = {by: why for by, why in said.items() if why}
         if not accusers:
             self._passed[key_of(of)] += bool(said)
-            return Outcome()
+            return Outcome(passed=(of,) if said else ())
         self._suspect((of, *accusers))
         if len({key_of(by) for by in accusers}) > 1:
             return Outcome(guilty=((of, f"{next(iter(accusers.values()))}, say {' and '.join(accusers)}"),))

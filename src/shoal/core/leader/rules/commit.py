@@ -20,7 +20,7 @@ from shoal.core.leader.averaging import ROUNDS_PER_TERM, OpenRound
 from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import counted_twice
-from shoal.core.leader.membership import arrived, counting, inherit, moving, owners_of
+from shoal.core.leader.membership import arrived, counting, inherit, moving, on_probation, owned
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules.lines import by_line
 from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
@@ -198,7 +198,7 @@ def _owners(view: View, members: tuple[Member, ...], over: bool, facts: Facts, s
     if view.ahead:
         return inherit(view, members, ())
     rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
-    return owners_of(members, settings.count(view.step + 1), rest)
+    return owned(members, settings.count(view.step + 1), rest, on_probation(view), settings)
 
 
 def _reasons(outcome: str, new: tuple[Member, ...], left: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import owners_of
+from shoal.core.leader.membership import on_probation, owned
 from shoal.core.leader.rebalance import rebalance
 from shoal.core.leader.rules.moves import before_the_next_step
 from shoal.core.leader.rules.proposal import Proposal, successor
@@ -44,7 +44,7 @@ def overlap(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         [reason],
         phase=Phase.OVERLAPPING,
         since=view.number + 1,
-        owners=owners_of(view.members, settings.count(view.step + 1)),
+        owners=owned(view.members, settings.count(view.step + 1), (), on_probation(view), settings),
         account=account,
     )
     return Proposal(after)

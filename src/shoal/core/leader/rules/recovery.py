@@ -7,11 +7,12 @@ the state; from the newest checkpoint that can be loaded; or with a state made o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import counting, owners_of
+from shoal.core.leader.membership import counting, on_probation, owned
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.start import complete
 from shoal.core.messages import Continued, Holding, Member, Phase, Rebuilt, Settings, View
@@ -57,7 +58,7 @@ def take_back(view: View, facts: Facts, settings: Settings, now: float) -> Propo
         view,
         [f"{words}: step {view.step} begins again"],
         members=members,
-        owners=owners_of(members, settings.count(view.step)),
+        owners=owned(members, settings.count(view.step), (), on_probation(view), settings),
         epoch=view.epoch + 1,
         phase=Phase.SAVING if view.phase is Phase.SAVING else Phase.TRAINING,
         continued=Continued(),
@@ -90,7 +91,7 @@ def recover(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
         f"stage {lost[0]} lost its last replica: back from step {view.step} to the state of step {saved}, "
         f"{view.step - saved} steps are trained again{why_not}"
     )
-    return Proposal(_gone_back(view, saved, reason, settings))
+    return Proposal(gone_back(view, saved, reason, settings))
 
 
 def cannot_load(view: View, facts: Facts, settings: Settings, now: float) -> bool:
@@ -114,17 +115,17 @@ def further_back(view: View, facts: Facts, settings: Settings, now: float) -> Pr
         why = f"stage {stage} cannot be loaded from the checkpoint of step {view.step} ({peers[0]}: {reports[0].reason[:CAUSE]})"
         if max(1, settings.first_step) <= older < view.step:
             undone = f"back to the state of step {older}, {view.step - older} steps more are trained again"
-            return Proposal(_gone_back(view, older, f"{why}: {undone}", settings))
+            return Proposal(gone_back(view, older, f"{why}: {undone}", settings))
         rest = f"the newest whole one is of step {older}, from an earlier session" if older else "no older one is whole"
         words = f"{why}; {rest}: the run ends, and --resume goes on from what is whole then"
         return Proposal(successor(view, [words], phase=Phase.FAILED))
     return None
 
 
-def _gone_back(view: View, saved: int, reason: str, settings: Settings) -> View:
-    """All go back to the checkpoint of step `saved`."""
+def gone_back(view: View, saved: int, reason: str, settings: Settings, **changes: Any) -> View:
+    """All go back to the checkpoint of step `saved`. `changes`: of whatever else the view says, such as its members."""
     undone = (view.step - saved) * settings.microbatches
-    account = view.account
+    account = changes.pop("account", view.account)
     return successor(
         view,
         [reason],
@@ -143,6 +144,7 @@ def _gone_back(view: View, saved: int, reason: str, settings: Settings) -> View:
         ),
         saved=saved,
         continued=None,
+        **changes,
     )
 
 

@@ -1,5 +1,5 @@
 """The view without members that are silent, convicted (evictions.py), hold a wrong state, or leave and cannot wait for the step's end;
-others take over their work."""
+others take over their work. Where what the convicted contributed is undone (leader/undo), all go back to a checkpoint in the same view."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import msgspec
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.evictions import evicting
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import inherit, moving, owners_of
+from shoal.core.leader.membership import inherit, moving, on_probation, owned
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.lines import too_narrow
 from shoal.core.leader.rules.moves import fleet, left_s, part, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.recovery import gone_back
+from shoal.core.leader.undo.decision import Decision, decide
+from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import Account, Member, Peer, Settings, View
 
 DOUBT_BEATS = 3  # a peer whose connections broke is dead, or sends a heartbeat within this many beats
@@ -38,15 +41,18 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     evicted = _evicted(view, facts, settings, now) | narrow
     leaving = _leaving(view, evicted, facts, settings, now)
     evicted |= leaving
+    undo = _decided(view, evicted, facts, settings)
+    if undo.back_to is not None:
+        return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
     stale, parting = facts.evidence.stale, part(view, facts.evidence.parted, evicted, facts.name, now)
-    again = {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
+    again = _again(view, stale, evicted)
     members, joining = _left(view, evicted, again)
     moves = _moves(view, members, joining, facts, settings, now) if evicted else ()
     moves = parting or moves or _takeovers(view, members, joining, facts, settings, now)
     if not (evicted or again or moves):
         return None
     members, joining = moving(members, joining, moves)
-    reasons = _reasons(evicted, again, moves)
+    reasons = _reasons(evicted, again, moves, undo.words)
     void = {*evicted, *again, *(move.peer for move in moves)}  # peers whose books are void
     changes = {
         "members": members,
@@ -58,16 +64,55 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     }
     if opens_again(view, void, facts):
         changes |= overlap.opened_again(view)
-        changes["owners"] = owners_of(members, settings.count(view.step)) if members else ()
+        changes["owners"] = (
+            owned(members, settings.count(view.step), (), on_probation(view), settings) if members else ()
+        )
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
 
 
-def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...]) -> list[str]:
+def _again(view: View, stale: dict[Peer, str], evicted: Container[Peer]) -> dict[Peer, str]:
+    """Members that download their state again, and why."""
+    return {one.peer: stale[one.peer] for one in view.members if one.peer in stale and one.peer not in evicted}
+
+
+def _decided(view: View, evicted: Iterable[Peer], facts: Facts, settings: Settings) -> Decision:
+    """What becomes of what those contributed that are evicted for false values."""
+    false = [peer for peer in evicted if peer in facts.evidence.values.false]
+    known = tracked(view, facts.evidence.values.passed, max(view.saved, facts.saving.published), settings)
+    return decide(view, false, known, facts.history.step_s, settings)
+
+
+def _undone(
+    view: View,
+    evicted: dict[Peer, str],
+    leaving: Container[Peer],
+    undo: Decision,
+    back_to: int,
+    facts: Facts,
+    settings: Settings,
+) -> View:
+    """Without the evicted, and with it what they contributed: all go back to a checkpoint."""
+    members, joining = _left(view, evicted, ())
+    return gone_back(
+        view,
+        back_to,
+        "; ".join(_reasons(evicted, {}, (), undo.words)),
+        settings,
+        members=members,
+        joining=joining,
+        account=_account(view, (), [peer for peer in evicted if peer not in leaving], facts),
+        evicted=evicting(view.evicted, [peer for peer in evicted if peer in facts.evidence.guilty]),
+        undoing=undo.undoing,
+    )
+
+
+def _reasons(evicted: dict[Peer, str], again: dict[Peer, str], moves: tuple[Move, ...], undo: str) -> list[str]:
     return [
         *(f"{peer} {why}" for peer, why in evicted.items()),
         *(f"{peer} downloads its state again: {why}" for peer, why in again.items()),
         *(move.reason for move in moves),
+        *([undo] if undo else []),
     ]
 
 

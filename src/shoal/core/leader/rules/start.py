@@ -7,7 +7,7 @@ import msgspec
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.membership import arrived, counting, names, owners_of
+from shoal.core.leader.membership import arrived, counting, names, on_probation, owned
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.messages import Member, Phase, Settings, Share, View
 
@@ -44,7 +44,7 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         [reason],
         members=arrived(ready, view.number + 1),
         joining=rest,
-        owners=owners_of(ready, _count(view, settings)),
+        owners=owned(ready, _count(view, settings), (), on_probation(view), settings),
         phase=Phase.SAVING if ended(view, settings) else Phase.TRAINING,
         fenced=(),
         account=counting(view.account, new, issued=settings.microbatches * (not settings.serve)),

@@ -1,0 +1,72 @@
+"""Whose turn a microbatch is at each stage, by its index, so that the choices of all trainers together are even; and which peers it may
+not go to, since their keys are new. For routing.py. docs/design/2026-11-23-turns.md, docs/design/2026-11-24-probation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import gcd
+
+from shoal.core.messages import Index, Member, Peer, Stage
+from shoal.core.names import THIRD, key_of
+
+NOBODY: frozenset[Peer] = frozenset()
+
+
+class Turns:
+    def __init__(self, stages: int) -> None:
+        self._owners = 0
+        self._turns: list[list[Peer]] = [[] for _ in range(stages)]  # by stage, in the same order at every trainer
+        self._new = [NOBODY] * stages  # peers with new keys, at stages where others serve, too
+        self._shifts = [0] * stages  # of the turns, with every round of the owners: so each meets all replicas
+
+    def on_view(self, members: tuple[Member, ...], new_keys: Collection[str]) -> None:
+        self._owners = len(members)
+        in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
+        stages = [[one for one in in_order if one.stage == stage] for stage in range(len(self._turns))]
+        self._turns = [turns_of(replicas) for replicas in stages]
+        self._new = [self._newcomers([one.peer for one in replicas], new_keys) for replicas in stages]
+        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
+
+    def _newcomers(self, replicas: list[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
+        new = frozenset(peer for peer in replicas if key_of(peer) in new_keys) if new_keys else NOBODY
+        return new if len(new) < len(replicas) else NOBODY
+
+    def barred(self, stage: Stage, index: Index | None) -> frozenset[Peer]:
+        """Who does not get that microbatch while another replica does not fail."""
+        return self._new[stage] if index is not None and index % THIRD else NOBODY
+
+    def turn(self, stage: Stage, index: Index) -> Peer | None:
+        """None: nobody serves that stage."""
+        turns, new = self._turns[stage], self._new[stage]
+        if not turns:
+            return None
+        at = index + self._shifts[stage] * (index // self._owners)
+        if new:  # those have their even share of all, as far as it is a third
+            count = sum(peer in new for peer in turns)
+            theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * count
+            turns = [peer for peer in turns if (peer in new) == theirs] or turns
+            at = at // THIRD if theirs else at
+        return turns[at % len(turns)]
+
+
+def turns_of(members: list[Member]) -> list[Peer]:
+    """Of one stage's replicas in their order, so that each has as many as its line allows, spread evenly; all alike: one each.
+    A replica without any is still chosen when it is expected to answer much sooner than the one whose turn it is."""
+    wanted = [member.turns for member in members]
+    whole = sum(wanted)
+    if not whole:
+        return [member.peer for member in members]
+    turns, credit = list[Peer](), [0] * len(members)
+    for _ in range(whole // gcd(*wanted)):  # smooth weighted round robin
+        credit = [held + each for held, each in zip(credit, wanted, strict=True)]
+        at = max(range(len(members)), key=lambda place: (credit[place], -place))
+        credit[at] -= whole
+        turns.append(members[at].peer)
+    return turns
+
+
+def shift(owners: int, replicas: int) -> int:
+    """By how much turns are shifted with every round of the owners: the least that lets each owner meet all replicas, since then its next
+    turn is at as many as have no divisor in common with them. Without a shift the turns are exactly even."""
+    return next(each for each in range(max(1, replicas)) if gcd(owners + each, max(1, replicas)) == 1)
