@@ -42,7 +42,7 @@ from shoal.core.messages import (
     rank,
 )
 from shoal.core.server.server import Server
-from shoal.core.transfer.copies import PATIENCE_BEATS, READS_AT_ONCE
+from shoal.core.transfer.copies import PATIENCE_BEATS, READS_AT_ONCE, REFUSALS
 from shoal.core.transfer.transfer import StateTransfer
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
@@ -332,3 +332,28 @@ def test_frozen_weights_are_given_to_peers_of_the_view_with_the_rank_of_a_state(
     assert rank(chunk) == rank(Chunk(0, 0, 1, 2)) < rank(Chunk(0, 5, 1, 2, shard="shard"))
     play.hear("b", StateRequest(0, 0, 0, FROZEN))
     assert play.task(OfferShard).stage == 0, "each stage has its own"
+
+
+def test_a_stage_whose_replicas_have_no_frozen_weights_to_give_is_asked_of_one_other_peer_at_a_time() -> None:
+    play = borrowing()
+    for _ in range(REFUSALS):
+        lend(play, "b", Manifest((), ()))
+        lend(play, "c", Manifest((), ()))
+        play.wait(60.0)
+        play.failed(play.task(RunCopy))
+    asked = [peer for peer, request in play.sent(StateRequest) if request.shard == FROZEN]
+    assert len(asked) == 1
+    play.wait(PATIENCE_BEATS * SETTINGS.heartbeat_s - 1)
+    assert not play.sent(StateRequest), "it reads the model, which takes a while"
+    play.wait(2.0)
+    again = [peer for peer, request in play.sent(StateRequest) if request.shard == FROZEN]
+    assert len(again) == 1
+    lend(play, "a")
+    play.done(frozen_chunk(play, "a", 0), nbytes=1)
+    assert play.transfer.loaded == 1
+
+
+def test_a_stage_without_replicas_is_asked_of_the_others_at_once() -> None:
+    play = Play(msgspec.structs.replace(JOINING, members=(Member("a", 0), Member("z", 0))), BORROWER)
+    play.failed(play.task(RunCopy))
+    assert {peer for peer, request in play.sent(StateRequest) if request.shard == FROZEN} == {"a", "z"}

@@ -200,8 +200,17 @@ def test_weights_that_are_not_those_of_the_stages_other_replicas_are_deleted(tmp
 def test_weights_are_given_where_the_run_says_so_and_of_the_stage_that_is_here(tmp_path: Path) -> None:
     config = lending(tmp_path)
     donor, executor = giving(config)
+    other, _ = giving(config, 0)
+    assert offered(donor, 0) == offered(other, 0), "from the model that lies here"
+    for chunk in range(len(offered(donor, 0).sizes)):
+        donor.read(ReadShard("t", 0, 0, FROZEN, chunk, "out"))
+    with pytest.raises(ValueError, match="not offered any more"):
+        donor.read(ReadShard("t", 0, 0, FROZEN, 0, "out"))
+    borrower = taken(donor, without_the_model(config, tmp_path))
+    borrower.serve(STAGE, executor)
+    assert offered(borrower) == offered(donor), "who was lent it lends it on"
     with pytest.raises(ValueError, match="stage 0 is not here"):
-        offered(donor, 0)
+        offered(borrower, 0)
     offered(donor)
     donor.serve(STAGE, None)
     with pytest.raises(ValueError, match="not offered any more"):

@@ -94,7 +94,8 @@ class Frozen:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._given: Stream | None = None  # of the executor that is served
+        self._given: dict[int, Stream] = {}  # by stage
+        self._unread: set[int] = set()  # chunks of another stage than the one that is served
         self._of: tuple[int, Executor | None] = -1, None
         self._whole: dict[int, tuple[Path, bytes, int]] = {}  # by stage: where its file belongs, its header, its size
         self._right: dict[Path, dict[int, Chunk]] = {}  # chunks that are there, by their start
@@ -103,7 +104,7 @@ class Frozen:
 
     def serve(self, stage: int, executor: Executor | None) -> None:
         """What may be given from now on; None: nothing. Called from the thread that builds stages: an old one is let go."""
-        self._given, self._of = None, (stage, executor)
+        self._given, self._of = {}, (stage, executor)
 
     def carry_out(self, task: OfferShard | RunCopy) -> Result:
         return self.offer(task) if isinstance(task, OfferShard) else self.finish(task)
@@ -113,18 +114,37 @@ class Frozen:
         if not self._config.tune.lend:
             raise ValueError("this run gives no frozen weights away (tune.lend)")
         if executor is None or stage != task.stage:
-            raise ValueError(f"stage {task.stage} is not here")
+            return self._offer_another(task.stage)
         given = Stream(frozen(executor))
         manifest = given.manifest()
         if self._of == (stage, executor):
-            self._given = given
+            self._given[stage] = given
+        return Result(manifest=manifest)
+
+    def _offer_another(self, stage: int) -> Result:
+        """A stage whose replicas are gone, from the model that lies here: in the host's memory until each chunk was read."""
+        if lent.borrowed(self._config.model.path):
+            raise ValueError(f"stage {stage} is not here")
+        from shoal.executor import fit
+        from shoal.model import stages
+
+        fit.check_host(self._config, stage)
+        given = Stream(dict(stages.build(self._config, stage).named_frozen()))
+        manifest = given.manifest()
+        self._given = {own: stream for own, stream in self._given.items() if own == self._of[0]} | {stage: given}
+        self._unread = set(range(len(manifest.sizes)))
         return Result(manifest=manifest)
 
     def read(self, task: ReadShard) -> bytearray:
-        given, (stage, _) = self._given, self._of
-        if given is None or stage != task.stage:
+        given = self._given.get(task.stage)
+        if given is None:
             raise ValueError(f"the frozen weights of stage {task.stage} are not offered any more")
-        return given.read(task.chunk)
+        data = given.read(task.chunk)
+        if task.stage != self._of[0]:
+            self._unread.discard(task.chunk)
+            if not self._unread:
+                self._given.pop(task.stage, None)
+        return data
 
     # ----------------------------------------------------------------------------------------------------------- here
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 READS_AT_ONCE = 8  # for one peer; requests beyond that are not answered
 OFFERED = 8  # shards whose manifests are kept
 READERS = 64  # requests for a shard that is being read for its manifest
+REFUSALS = 4  # after which peers of other stages are asked for frozen weights, one at a time: they read that stage of the model
 PATIENCE_BEATS = 120  # without a chunk, after which a copy is given up: another place may do better
 
 
@@ -138,6 +139,7 @@ class Copier:
         self._task = ""  # RunCopy: first it looks whether the shard is here already, then it puts what was downloaded in its place
         self._chunk_at = 0.0  # when the last chunk was written
         self._saved: dict[tuple[int, int, int], Saved] = {}  # answers, by epoch, step and stage
+        self._refusals = 0  # in a row, of a stage's replicas that have no frozen weights to give
         self.repaired: str | None = None
 
     @property
@@ -190,9 +192,12 @@ class Copier:
         self._view = view
         self.stop_repair()
         jobs = []
+        others = [member for member in view.members + view.joining if member.peer != self._name]
         for lack in lacks:
-            present, frozen = view.members + view.joining, lack.shard == FROZEN
-            holders = tuple(m.peer for m in present if m.peer != self._name and (not frozen or m.stage == lack.stage))
+            frozen = lack.shard == FROZEN
+            replicas = tuple(member.peer for member in others if member.stage == lack.stage)
+            alone = frozen and replicas and self._refusals < REFUSALS
+            holders = replicas if alone else tuple(member.peer for member in others)
             jobs.append(Job(Shard(0 if frozen else step, lack.stage, lack.shard), view.epoch, holders))
         self._queue = [*jobs, *self._queue]
         return self._go_on(now)
@@ -280,6 +285,9 @@ class Copier:
     def _request(self, now: float) -> list[Command]:
         assert self._view is not None and self._job is not None
         self._downloader.wait(now)
+        if self._job.shard.shard == FROZEN and self._refusals >= REFUSALS:
+            self._downloader.retry_at = now + PATIENCE_BEATS * self._settings.heartbeat_s
+            return self._downloader.request(self._view, 0, 1)
         repairs = not self._job.leader  # whoever has it may be anybody: all are asked at once
         return self._downloader.request(self._view, 0, len(self._job.holders) if repairs else DONORS)
 
@@ -289,7 +297,7 @@ class Copier:
         self._drop()
         if not job.leader:
             self.repaired = "" if all(one.leader for one in self._queue) else None
-            frozen = job.shard.shard == FROZEN
+            frozen, self._refusals = job.shard.shard == FROZEN, 0
             note = [Note("state", f"the frozen weights of stage {job.shard.stage} are here")] if frozen else []
             return [*note, *self._go_on(now)]
         shard = job.shard
@@ -304,6 +312,7 @@ class Copier:
         self._drop()
         if not job.leader:
             self.stop_repair()
+            self._refusals += job.shard.shard == FROZEN
             self.repaired = why or "failed"
             return self._go_on(now)
         shard = job.shard
