@@ -27,7 +27,7 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job, Patience
 from shoal.forecasting.machines import grouped
-from shoal.forecasting.rates import Aggregated, Played
+from shoal.forecasting.rates import MEAN_LATE, Aggregated, Played
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
@@ -37,8 +37,7 @@ from shoal.sim.tasks.pace import SECONDS
 
 WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
 BACKWARD, HEARTBEAT_S = 2.0, 0.5
-DETECTION_S, ENTRY_S = 2.4, 1.2  # what the even ones of the fleets seen take on average
-JITTER = 1.1  # the simulated network's delays are up to 1.2 times as long (sim/network.py)
+DETECTION_S, ENTRY_S = 2.2, 1.2  # what the even ones of the fleets seen take on average, without delays of messages
 ROUND_S = sum(SECONDS[kind] for kind in (Fetch, Cut, Add, Gather, Apply))
 SAVE_EVERY = 4  # steps
 SEEN = 30  # fleets that the model was mended by
@@ -97,7 +96,7 @@ def job_of(case: Case, delay_s: float) -> Job:
         Device(name=f"p{n}", flops=1 / speed, up_Bps=line.up_Bps, down_Bps=line.down_Bps)
         for n, (speed, line) in enumerate(zip(case.speeds, wire.lines, strict=True))
     )
-    machines = grouped(Cluster(devices, np.full((peers, peers), delay_s * JITTER), np.full((peers, peers), 1e12)))
+    machines = grouped(Cluster(devices, np.full((peers, peers), delay_s * MEAN_LATE), np.full((peers, peers), 1e12)))
     forward = tuple(case.forward_s * speed for speed in case.speeds)
     backward = tuple(BACKWARD * seconds for seconds in forward)
     values, stages = wire.gradient_values, settings.stages

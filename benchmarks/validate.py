@@ -5,8 +5,8 @@
 Real processes, real TLS, agreement and averaging, on modelled lines (transport/emulated/shaped.py), with executors that sleep for the
 seconds of their machine: the CPU is mostly idle, so that a dozen peers fit on two cores. 2 to 12 peers, 1 to 4 stages, lines of 50 to
 1000 Mbit/s, delays of 0 to 150 ms, uneven devices and lines, codes, delayed updates. In every fourth configuration the machines are alike,
-a peer is killed twice, and another joins in its place each time (`shoal chaos`). Not here: local steps and swapping, which need a
-model that computes.
+a peer is killed twice, and another joins in its place each time (`shoal chaos`). From seed LOCAL_FROM on another fourth has local steps, of
+which an emulated executor takes the time of the microbatches. Not here: swapping, which needs a model that computes.
 
 A configuration that would take more of the processor than CORES is left out before it is run; the rule is printed with it. Every other
 one of those that were run is what the two constants (a hop's and a step's own seconds) are fitted to; the figures are of the rest. A run
@@ -48,8 +48,10 @@ from shoal.planner.strategy import plan, strategy
 from shoal.planner.strategy.problem import Problem
 
 MEDIAN_PERCENT, TAIL_PERCENT, CHURN_PERCENT = 5.0, 10.0, 5.0
-CORES, HOP_CPU_S, BYTE_CPU_S = 0.5, 0.008, 15e-9  # of the processor: a limit, and what a hop and a byte sent cost
+# Of the processor: a limit, and what a hop, a byte sent, and a value averaged and stepped at a peer cost
+CORES, HOP_CPU_S, BYTE_CPU_S, VALUE_CPU_S = 0.5, 0.008, 15e-9, 33e-9
 BESIDE = 0.6
+LOCAL_FROM = 28  # from this seed on every fourth configuration has local steps
 STEPS, CHURN_STEPS = 7, 14
 LAYERS, SEQUENCES, TOKENS = 6, 8, 64
 CONFIG = """
@@ -71,6 +73,7 @@ sequence = 64
 batch = {batch}
 microbatch = 8
 staleness = {staleness}
+{local}
 [network]
 activations = "{activations}"
 gradients = "{gradients}"
@@ -95,6 +98,7 @@ class Configuration(msgspec.Struct, frozen=True):
     job: Job
     planned: plan.Plan
     words: str
+    values: float  # of gradients, at all members together
 
     @property
     def hops(self) -> int:
@@ -116,17 +120,19 @@ def between(low: float, high: float, rng: Random) -> float:
 
 def drawn(seed: int) -> Configuration:
     rng, churn = Random(f"validate/{seed}"), seed % 4 == 3
+    local_steps = Random(f"validate/local/{seed}").choice((2, 4, 8)) if seed >= LOCAL_FROM and seed % 4 == 1 else 1
     stages = rng.randint(1, 4) if not churn else rng.randint(1, 3)
+    stages = stages if local_steps == 1 else 1
     peers = rng.randint(max(2, stages), 12) if not churn else rng.randint(max(4, 2 * stages + 1), 10)
     hidden, inflight = rng.choice((64, 128, 192, 256)), rng.choice((2, 4))
-    staleness = int(not churn and rng.random() < 0.25)
+    staleness = int(not churn and rng.random() < 0.25 and local_steps == 1)
     travel = codec.Travel(
         activations=rng.choice(("none", "bf16", "int8")),
         gradients=rng.choice(("none", "bf16")),
         averaging=rng.choice(("none", "bf16", "int8")),
     )
     work = Work(
-        microbatches=rng.randint(2 * peers, 5 * peers),
+        microbatches=rng.randint(2 * peers, 5 * peers) if local_steps == 1 else local_steps * peers,
         sequences=SEQUENCES,
         tokens=TOKENS,
         value_bytes=4,
@@ -151,6 +157,7 @@ def drawn(seed: int) -> Configuration:
         uneven=not churn,
         travel=travel,
         staleness=staleness,
+        local_steps=local_steps,
         wiring="stochastic" if churn or rng.random() < 0.5 else "best",
     )
     decided = strategy.decide(problem, np.random.default_rng(0), 400, stages)
@@ -169,7 +176,8 @@ def drawn(seed: int) -> Configuration:
         inflight=inflight,
         hidden=hidden,
         intermediate=2 * hidden,
-        batch=8 * work.microbatches,
+        batch=8 * work.microbatches // local_steps,
+        local=f"local_steps = {local_steps}\nlocal_batch = 8\nlocal_warmup = 0" if local_steps > 1 else "",
         staleness=staleness,
         activations=travel.activations,
         gradients=travel.gradients,
@@ -181,6 +189,7 @@ def drawn(seed: int) -> Configuration:
         f"{peers:>2} peers, {stages} stages, {work.microbatches} microbatches, {min(widths):.0f} to {max(widths):.0f} Mbit/s,"
         f" {1e3 * delay_s:.0f} ms, {'/'.join((travel.activations, travel.gradients, travel.averaging))}"
         + (", delayed" if staleness else "")
+        + (f", {local_steps} local steps" if local_steps > 1 else "")
         + (", kills and joins" if churn else "")
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +203,9 @@ def drawn(seed: int) -> Configuration:
             emulated_gradient_bytes=4.0 * read.device.emulated_gradient,
         )
     job = job_of(problem, decided, read)
-    return Configuration(seed, text, _toml(tree), churn, job, decided, words)
+    coded = [nbytes * len(job.seats.replicas(stage)) for stage, nbytes in enumerate(job.seats.gradient_bytes)]
+    values = sum(coded) / codec.bytes_per_value(travel.averaging, 4)
+    return Configuration(seed, text, _toml(tree), churn, job, decided, words, values)
 
 
 def _machines(peers: int, flops: list[float], lines: list[tuple[float, float]], delay_s: float) -> dict[str, object]:
@@ -226,12 +237,12 @@ def too_much(one: Configuration) -> str:
     step = Played(one.job)(np.array(one.job.stage_of))
     assert step is not None
     sent_bytes = one.planned.predicted.sent_bytes * len(one.job.seats.members) if one.planned.predicted else 0.0
-    cores = (one.hops * HOP_CPU_S + sent_bytes * BYTE_CPU_S) / step.step_s
+    cores = (one.hops * HOP_CPU_S + sent_bytes * BYTE_CPU_S + one.values * VALUE_CPU_S) / step.step_s
     if cores <= CORES:
         return ""
     return (
-        f"{one.hops} hops of {HOP_CPU_S:g} s and {sent_bytes / 1e6:.0f} MB of {1e9 * BYTE_CPU_S:g} s/GB in a step of"
-        f" {step.step_s:.1f} s take {cores:.2f} cores; at most {CORES}"
+        f"{one.hops} hops of {HOP_CPU_S:g} s, {sent_bytes / 1e6:.0f} MB of {1e9 * BYTE_CPU_S:g} s/GB and {one.values / 1e6:.0f} million"
+        f" values of {1e9 * VALUE_CPU_S:g} ns in a step of {step.step_s:.1f} s take {cores:.2f} cores; at most {CORES}"
     )
 
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 import torch
 
-from shoal.config import Config, Device, Run, Train
+from shoal import config as configuration
+from shoal.config import Config, Device, Run, Train, microbatches
+from shoal.executor import create
 from shoal.executor.emulated import Emulated
 
 
@@ -53,3 +56,15 @@ def test_an_emulated_peer_loads_neither_transformers_nor_a_model() -> None:
         "assert 'transformers' not in sys.modules and 'shoal.model.stages' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": "src"}, timeout=60)
+
+
+def test_with_local_steps_it_takes_the_time_of_the_microbatches_of_all_of_them() -> None:
+    """It has no model to step: nothing wraps it, and each microbatch is a share of the whole round."""
+    config = configuration.load(
+        None, ["run.stages=1", "run.peers=4", "train.local_steps=20", "device.executor=emulated", "device.emulated_s=0"]
+    )
+    one = create(config, 0)
+    assert isinstance(one, Emulated)
+    for _ in range(microbatches(config.train)):
+        one.backward(torch.zeros(1), None, torch.zeros(1))
+    assert microbatches(config.train) == 20 * 64 // 4 and one.sum[0].item() == pytest.approx(1.0, rel=1e-4)

@@ -15,8 +15,8 @@ import pytest
 from shoal.cli.main import main
 from shoal.forecasting import churn as churns
 from shoal.forecasting.churn import Churn, Presence, presences
-from shoal.forecasting.crew import Crew
-from shoal.forecasting.forecaster import History, Parts, Run, forecast
+from shoal.forecasting.crew import EVICTION_DELAYS, Crew
+from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines, grouped
 from shoal.forecasting.rates import Aggregated, Played, model_of
@@ -86,7 +86,7 @@ def test_a_stage_that_loses_its_last_replica_sends_everybody_back_to_the_checkpo
     changes = always(6, *(Presence(500.0 + 20 * slot, slot, False) for slot in (0, 2, 4)))  # all that serve stage 0
     rare, often = (play(a_job(6, save_every=every), changes) for every in (1000, 2))
     assert rare.lost_stages == often.lost_stages == 0, "a peer of the other stage moves there"
-    both = always(4, Presence(500.0, 0, False), Presence(500.0, 2, False), Presence(900.0, 0, True))
+    both = always(4, Presence(500.0, 1, False), Presence(500.0, 3, False), Presence(900.0, 1, True))
     rare, often = (play(a_job(4, save_every=every), both) for every in (1000, 2))
     assert rare.lost_stages == often.lost_stages == 1
     assert rare.undone_steps > often.undone_steps and rare.steps < often.steps
@@ -222,15 +222,20 @@ def test_a_region_fails_as_a_whole() -> None:
     assert of[0] == of[1] != of[2] and len(of[0]) > 4
 
 
+def noticed_s(job: Job) -> float:
+    """From a death to the eviction, while the leader lives."""
+    return job.patience.detection_s + EVICTION_DELAYS * job.delay_s + 1e-9
+
+
 def test_a_dead_peer_that_the_leader_moves_is_evicted_all_the_same() -> None:
     crew = Crew(a_job(6))
     for slot in range(6):
         crew.begin(f"p{slot}.1")
     for slot in (0, 2):  # stage 0 keeps one of three replicas
-        crew.die(f"p{slot}.1", 1.0 - crew.job.patience.detection_s, 0.0)
+        crew.die(f"p{slot}.1", 1.0 - noticed_s(crew.job), 0.0)
         crew.evict(1.0)
     for slot in (1, 3, 5):
-        crew.die(f"p{slot}.1", 9.0 - crew.job.patience.detection_s, 0.0)
+        crew.die(f"p{slot}.1", 9.0 - noticed_s(crew.job), 0.0)
     moved = [member.peer for member, _ in crew.rebalance(5.0, math.inf, 0.0, 10.0)]
     assert moved and moved[0] in crew.dead and not crew.ready(8.0)
     assert len(crew.evict(9.0)) == 3 and set(crew.members) == {"p4.1"} and not crew.joiners
@@ -241,8 +246,9 @@ def test_a_stages_last_replica_that_dies_after_its_part_of_the_round_is_not_wait
     job = a_job(3)
     step = Played(job)(np.array(job.stage_of))
     assert step is not None and step.agreeing_s > 0
-    before_s = step.microbatches_s + step.averaging_s * (1.0 if moment == "agreeing" else 0.999999)
-    at_s = 9 * step.step_s + before_s + (0.5 * step.agreeing_s if moment == "agreeing" else 0.0)
+    before_s = step.microbatches_s + OPENING * step.agreeing_s
+    before_s += step.averaging_s * (1.0 if moment == "agreeing" else 0.999999)
+    at_s = 9 * step.step_s + before_s + (0.5 * (1 - OPENING) * step.agreeing_s if moment == "agreeing" else 0.0)
     run = Run(job, Played(job), always(3, Presence(at_s, 1, False)), 0.0)
     run.play(HOUR_S, steps=10)
     assert run.now == pytest.approx(10 * step.step_s) and list(run.crew.dead) == ["p1.1"]
@@ -254,7 +260,7 @@ def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() 
     job = a_job(8)
     step = Played(job)(np.array(job.stage_of))
     assert step is not None
-    at_s = step.microbatches_s + 0.5 * step.averaging_s
+    at_s = step.microbatches_s + OPENING * step.agreeing_s + 0.5 * step.averaging_s
     run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0)
     run.play(at_s + job.patience.detection_s + 1e-6)
     lost = job.stage_of[1]
@@ -263,6 +269,23 @@ def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() 
     assert went_on <= 0.5 * step.averaging_s < again
     run.play(HOUR_S, steps=1)
     assert run.progress.step == 1
+
+
+@pytest.mark.parametrize(("moment", "evicted"), [("opening", True), ("averaging", True), ("agreeing", False)])
+def test_a_round_waits_for_who_died_before_its_part_was_done(moment: str, evicted: bool) -> None:
+    """Heartbeats and Round come before the sums: who dies then is missed, and what it booked is computed again."""
+    job = a_job()
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None
+    at_s = step.microbatches_s + 0.5 * OPENING * step.agreeing_s
+    if moment != "opening":
+        at_s = (
+            step.microbatches_s + OPENING * step.agreeing_s + (0.1 if moment == "averaging" else 1.0) * step.averaging_s
+        )
+    run = Run(job, Played(job), always(8, Presence(at_s + 1e-6, 3, False)), 0.0)
+    run.play(HOUR_S, steps=1)
+    late_s = run.now - step.step_s
+    assert (late_s > noticed_s(job)) if evicted else (late_s == pytest.approx(0.0, abs=1e-6))
 
 
 def test_a_clock_too_coarse_for_the_rest_of_a_phase_ends_the_phase() -> None:
@@ -286,7 +309,7 @@ def test_a_dead_peer_that_the_leader_moves_leaves_its_slot_to_its_successor() ->
     for slot in range(12):
         crew.begin(f"p{slot}.1")
     for slot in (0, 2, 4, 6, 8):  # stage 0 keeps one of six replicas
-        crew.die(f"p{slot}.1", 1.0 - crew.job.patience.detection_s, 0.0)
+        crew.die(f"p{slot}.1", 1.0 - noticed_s(crew.job), 0.0)
         crew.evict(1.0)
     crew.die("p11.1", 9.0, 0.0)
     crew.begin("p11.2")
@@ -390,6 +413,8 @@ def test_the_report_says_that_it_is_simulated_and_what_is_left_out(
         (["--plan", "plan.json"], "nowhere"),
         (["--cluster", "other.toml"], "is no device or region"),
         (["--churn", "deadly.toml"], "cannot make progress"),
+        (["--churn", "slow.toml"], "no machine had started after 1 h 00 min"),
+        (["--churn", "words.csv"], "'soon' is no number of milliseconds"),
     ],
 )
 def test_bad_input_is_refused_in_words(
@@ -399,6 +424,8 @@ def test_bad_input_is_refused_in_words(
     (there / "odd.toml").write_text("life_s = 100.0\nshape = 50.0\n")
     (there / "unknown.toml").write_text("lief_s = 100.0\n")
     (there / "deadly.toml").write_text('life_s = "1 s"\naway_s = "1 h"\nstart_s = "0 s"\n')
+    (there / "slow.toml").write_text('start_s = "2 h"\n')
+    (there / "words.csv").write_text("soon,add,a\n")
     (there / "plan.json").write_text('{"layers": 6, "stages": [{"first": 0, "end": 6, "peers": ["nowhere"]}]}')
     (there / "other.toml").write_text(CLUSTER + '[[links]]\nfrom = "p-0"\nto = "mars"\ndelay_s = "1 s"\n')
     assert main([*words(), *change]) == 2

@@ -47,7 +47,7 @@ def create(config: Config, stage: int, *, source: str | None = None) -> Executor
 
         fit.check_host(config, stage)
         return Sharded(config, stage, source)
-    if config.train.local_steps > 1:
+    if config.train.local_steps > 1 and config.device.executor != "emulated":  # which has no model to step
         from shoal.executor.local import LocalSteps
 
         return LocalSteps(lambda alone, schedule: _plain(alone, stage, source, schedule), config)

@@ -12,24 +12,34 @@ from collections.abc import Container, Iterable
 import msgspec
 import numpy as np
 
+from shoal.core.consensus.certificates import quorum
 from shoal.core.leader.rebalance import Fleet, Move, measure, place, rebalance
 from shoal.core.messages import Member, Peer, Settings
+from shoal.core.names import invite_of
 from shoal.core.planned import complete, planned_seat, planned_stage
 from shoal.core.transfer.download import DONORS
+from shoal.forecasting.egress import Egress
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import Composition
-from shoal.planner.prediction.seats import handed_bytes
 
 SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads
+# Messages one after another: the last one of the dead, or that its connections broke; Propose, Accept of the view without it
+EVICTION_DELAYS = 3
+ELECTION_DELAYS = 3  # a trial and the votes, there and back; the new leader doubts the dead one at once
 REMEMBERED = 1000.0  # seconds of moves that a decision may still ask for
-HOUR_S = 3600.0
 
 
 class Joiner(msgspec.Struct, frozen=True):
-    """It downloads the state of its stage."""
+    """It downloads the state of its stage from the machines on the slots of `donors`."""
 
     member: Member
     ready_s: float
+    began_s: float
+    donors: tuple[int, ...] = ()
+
+    def done(self, now: float) -> float:
+        """The share of its download that it has."""
+        return min(1.0, (now - self.began_s) / max(self.ready_s - self.began_s, 1e-9)) if now > self.began_s else 0.0
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -50,7 +60,8 @@ def slot_of(peer: Peer) -> int:
 class Crew:
     """`serving` is by slot; members that died are in `dead` and, until they are evicted, in `members`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, founder: int = 0) -> None:
+        """`founder`: the slot of the machine that founds the run."""
         self.job = job
         self.members: dict[Peer, Member] = {}
         self.joiners: dict[Peer, Joiner] = {}
@@ -71,6 +82,8 @@ class Crew:
             ),
             seats=tuple(job.stage_of[slot] for slot in seated),
         )
+        self.egress = Egress(job)
+        self._founder = invite_of(f"p{founder}.1")
         self._rate = (1.0 / job.hop_s).tolist()
         self._reported = (1.0 / job.reported_s).tolist()
 
@@ -99,18 +112,18 @@ class Crew:
         planned = planned_stage(self._settings, seat, taken)
         stage = planned[0] if planned else place(there, self.job.stages, *self.known)[0]
         member = Member(peer, stage, seat=planned_seat(self._settings, seat, stage, taken))
-        entry_s = self.job.patience.entry_s
-        self.joiners[peer] = Joiner(member, now + entry_s + self.download_s(member, step_s))
+        self._download(member, now + self.job.patience.entry_s, step_s)
 
     def begin(self, peer: Peer) -> None:
         """A member from the beginning, with nothing to download."""
         self.admit(peer, 0.0, math.inf)
         self.promote([peer])
 
-    def promote(self, peers: Iterable[Peer]) -> None:
+    def promote(self, peers: Iterable[Peer], now: float = math.inf) -> None:
         for peer in peers:
-            member = self.joiners.pop(peer).member
-            self.members[peer] = member
+            joiner = self.joiners.pop(peer)
+            self._downloaded(joiner, now)
+            self.members[peer] = member = joiner.member
             self.serving[slot_of(peer)] = member.stage
 
     def ready(self, now: float) -> list[Peer]:
@@ -122,10 +135,12 @@ class Crew:
 
     def die(self, peer: Peer, now: float, passed: float, reported: Container[int] = ()) -> None:
         """`reported`: stages that have done their part of the open round."""
-        if self.joiners.pop(peer, None) is not None or peer not in self.members:
+        if (joiner := self.joiners.pop(peer, None)) is not None:
+            self._downloaded(joiner, now)
+        if joiner is not None or peer not in self.members:
             return
         member = self.members[peer]
-        noticed_s = now + self.job.patience.detection_s
+        noticed_s = now + self.job.patience.detection_s + EVICTION_DELAYS * self.job.delay_s
         if peer == self.leader:
             noticed_s += self._succeed()
         whole = sum(
@@ -139,13 +154,32 @@ class Crew:
 
     def _succeed(self) -> float:
         """Seconds until another member leads. It knows of no moves, and begins to wait for everybody's heartbeat."""
-        election_s = self.job.patience.election_s(len(self.members) - len(self.dead))
+        election_s = (
+            self.job.patience.election_s(len(self.members) - len(self.dead)) + ELECTION_DELAYS * self.job.delay_s
+        )
         self.leader, self.moves = "", ()
         self.dead = {
             peer: msgspec.structs.replace(lost, noticed_s=lost.noticed_s + election_s)
             for peer, lost in self.dead.items()
         }
         return election_s
+
+    @property
+    def voters(self) -> list[Peer]:
+        """As View.voters."""
+        return [*self.members, *(peer for peer, joiner in self.joiners.items() if joiner.member.back)]
+
+    @property
+    def lives(self) -> int:
+        """How many voters do."""
+        return sum(peer not in self.dead for peer in self.voters)
+
+    @property
+    def agrees(self) -> bool:
+        """The living can agree on a view without the dead."""
+        return not self.dead or quorum(
+            self.voters, (peer for peer in self.voters if peer not in self.dead), self._founder
+        )
 
     @property
     def missed(self) -> set[int]:
@@ -200,7 +234,7 @@ class Crew:
             else:
                 self.serving[slot_of(move.peer)] = -1
             loading = Member(move.peer, move.stage, back=True)
-            self.joiners[move.peer] = Joiner(loading, now + self.download_s(loading, step_s))
+            self._download(loading, now, step_s)
         return moved
 
     @property
@@ -211,27 +245,24 @@ class Crew:
     def empty_stages(self) -> list[int]:
         return sorted(set(range(self.job.stages)) - set(self.serving.tolist()))
 
-    def download_s(self, member: Member, step_s: float) -> float:
+    def _download(self, member: Member, now: float, step_s: float) -> None:
         """Of a stage's state from up to DONORS replicas, and of the gradients committed meanwhile."""
         kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
-        donors = [kind_of[slot] for slot in np.flatnonzero(self.serving == member.stage)[:DONORS].tolist()]
+        donors = np.flatnonzero(self.serving == member.stage)[:DONORS].tolist()
         down_Bps = kinds[kind_of[slot_of(member.peer)]].down_Bps or math.inf
-        up_Bps = sum(SPARE * (kinds[kind].up_Bps or math.inf) for kind in donors) or math.inf
+        up_Bps = sum(SPARE * (kinds[kind_of[slot]].up_Bps or math.inf) for slot in donors) or math.inf
         seconds = self.job.state_bytes[member.stage] / min(down_Bps, up_Bps)
         caught_up = self.job.seats.gradient_bytes[member.stage] / down_Bps / step_s
-        return seconds / max(1 - caught_up, 0.1)
+        ready_s = now + seconds / max(1 - caught_up, 0.1)
+        self.joiners[member.peer] = Joiner(member, ready_s, now, tuple(donors))
 
-    def sent_bytes(self) -> list[float]:
-        """Of one step, by kind: microbatches in proportion to the replicas' rates, and even shares of averaging."""
-        job, kind_of = self.job, np.array(self.job.machines.kind_of)
-        slots = np.flatnonzero(self.serving >= 0)
-        kinds, at = kind_of[slots], self.serving[slots]
-        rates = (1.0 / job.hop_s)[kinds, at]
-        counts = np.bincount(at, minlength=job.stages)
-        shares = rates / np.bincount(at, rates, minlength=job.stages)[at]
-        averaged = 2 * np.array(job.seats.gradient_bytes) * (1 - 1 / np.maximum(counts, 1))
-        sent = shares * job.microbatches * np.array(handed_bytes(job.seats)[0])[at] + averaged[at]
-        return [float(value) for value in np.bincount(kinds, sent, minlength=len(job.machines.kinds))]
+    def _downloaded(self, joiner: Joiner, now: float) -> None:
+        self.egress.download(joiner.donors, joiner.done(now) * self.job.state_bytes[joiner.member.stage])
+
+    def end(self, now: float) -> None:
+        """The forecast's: what is downloaded was sent."""
+        for joiner in self.joiners.values():
+            self._downloaded(joiner, now)
 
     def load_s(self) -> float:
         """Until everybody holds a checkpoint's state: over their own lines, or from their own disks where those are stated."""
@@ -242,35 +273,3 @@ class Crew:
             rate_Bps = device.disk_Bps if not member.back and device.disk_Bps else device.down_Bps
             seconds.append(self.job.state_bytes[member.stage] / (rate_Bps or math.inf))
         return max(seconds)
-
-
-class Bill:
-    """Hours that machines were there, and bytes that they sent, by kind."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        kinds = len(job.machines.kinds)
-        self._there, self.hours, self.sent_bytes = [0] * kinds, [0.0] * kinds, [0.0] * kinds
-
-    def _kind(self, peer: Peer) -> int:
-        return self._job.machines.kind_of[slot_of(peer)]
-
-    @property
-    def there(self) -> int:
-        return sum(self._there)
-
-    def come(self, peer: Peer) -> None:
-        self._there[self._kind(peer)] += 1
-
-    def go(self, peer: Peer) -> None:
-        self._there[self._kind(peer)] -= 1
-
-    def spend(self, seconds: float) -> None:
-        for kind, count in enumerate(self._there):
-            if count:
-                self.hours[kind] += count * seconds / HOUR_S
-
-    def send(self, crew: Crew) -> None:
-        """One step's microbatches and averaging."""
-        for kind, nbytes in enumerate(crew.sent_bytes()):
-            self.sent_bytes[kind] += nbytes

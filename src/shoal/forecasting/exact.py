@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from shoal import units
 from shoal.core import messages as m
+from shoal.core.consensus.certificates import can_agree
+from shoal.forecasting.arrivals import HOUR_S
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.crew import HOUR_S
-from shoal.forecasting.forecaster import History, Parts, Tally
+from shoal.forecasting.forecaster import History, Parts, Tally, no_majority
 from shoal.forecasting.job import Job
+from shoal.forecasting.rates import MEAN_LATE
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch
 from shoal.sim.context import Values
@@ -31,8 +32,6 @@ from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS, Pace
 from shoal.sim.tasks.storage import Blob
 
-# The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
-JITTER = 1.1
 CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
@@ -54,7 +53,7 @@ class JobWire(Wire, frozen=True, kw_only=True):
     def link(self, source: m.Peer, target: m.Peer) -> tuple[float, float]:
         pair = self.kinds[_key(source)], self.kinds[_key(target)]
         machines = self.job.machines
-        return float(machines.delay_s[pair]) / JITTER, float(machines.bandwidth_Bps[pair]) or math.inf
+        return float(machines.delay_s[pair]) / MEAN_LATE, float(machines.bandwidth_Bps[pair]) or math.inf
 
     def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
         seats = self.job.seats
@@ -137,7 +136,7 @@ class _Clock:
             return
         dead = [one for one in view.members if one.peer not in living]
         served = {one.stage for one in view.members if one.peer in living}
-        if len(served) < self._job.stages or 2 * len(dead) > len(view.members):
+        if len(served) < self._job.stages or not can_agree(view, living):
             self.parts["stalled"] += seconds
         elif self.failed or (self.round_open and not self._job.seats.staleness):
             whole = "averaging" if self.round_open else "redone"
@@ -219,6 +218,7 @@ class ExactRun(Swarm):
         self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
         self._bill = _Bill([0.0] * len(job.machines.kinds), [0.0] * len(job.machines.kinds))
         self._redone = 0
+        self._hopeless_s = 0.0  # since when nothing can be agreed any more
 
     # ------------------------------------------------------------------------------------------------------------ play
 
@@ -252,7 +252,12 @@ class ExactRun(Swarm):
     def history(self, seed: int, horizon_s: float) -> History:
         view, job = self.watch.newest, self._job
         steps = view.step if view is not None else 0
-        stuck = (view.failed if view is not None else "") or self.liveness.hopeless() if view is not None else ""
+        stuck = ""
+        if view is not None:
+            stuck = view.failed or self.liveness.hopeless()
+            if not can_agree(view, self.nodes) and not view.failed:
+                lives = sum(peer in self.nodes for peer in view.voters)
+                stuck = no_majority(lives, len(view.voters), self._hopeless_s)
         return History(
             seed=seed,
             seconds=horizon_s,
@@ -266,7 +271,7 @@ class ExactRun(Swarm):
             undone_steps=view.account.undone // job.microbatches if view is not None else 0,
             peer_hours=tuple(self._bill.hours),
             sent_bytes=tuple(self._bill.sent_bytes),
-            stuck=f"{stuck} at {units.duration(self.kernel.now)}" if stuck else "",
+            stuck=stuck,
             digest=self.context.history.digest(),
         )
 
@@ -300,6 +305,9 @@ class ExactRun(Swarm):
                 self.kill(node)
                 if self._breaks:
                     self._break(node.name)
+        view = self.watch.newest
+        if view is not None and view.started and not self._hopeless_s and not can_agree(view, self.nodes):
+            self._hopeless_s = self.kernel.now
 
     def _break(self, gone: m.Peer) -> None:
         """What a process leaves behind are broken connections: everybody is told, its own delay later."""

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
+import numpy as np
 
 from shoal import units
 from shoal.core.leader.rules.admission import ENTER_BEATS
 from shoal.core.messages import Peer
+from shoal.forecasting.arrivals import Arrivals, Bill
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.crew import Bill, Crew
+from shoal.forecasting.crew import Crew
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import StepModel, StepTime, trip_s
 
@@ -60,9 +62,25 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
+def no_majority(lives: int, voters: int, at_s: float) -> str:
+    """Why a run stops for good, in words."""
+    after = units.duration(at_s)
+    if not lives:
+        return f"nobody lives after {after}: `shoal run --resume` begins again from the checkpoint"
+    return f"{lives} of {voters} members live after {after}, no majority: `shoal recover` lets them go on"
+
+
+# Of agreeing: the view that begins a step, heartbeats and Round come before the sums, Reduced, Propose and Accept after them
+OPENING = 3 / 6
+REDO_DELAYS = (
+    4  # from an eviction to the first hop that is computed again: the view, a request, that for its tensor, the tensor
+)
+
+
 class Phase(Enum):
     GATHERING = "joining"
     COMPUTING = "computing"
+    OPENING = "opening"
     AVERAGING = "averaging"
     AGREEING = "agreeing"
     LOST = "lost"
@@ -75,6 +93,7 @@ class Progress(msgspec.Struct):
     step: int = 0
     passed: float = 0.0
     redo: list[float] = []  # microbatches to be computed again, by stage
+    redo_from_s: float = 0.0  # the moment at which they begin
     redo_s: float = 0.0  # the moment until which the first of them is on its way at least
     left_s: float = NEVER  # of a phase that is neither COMPUTING nor AVERAGING
     exchange_s: list[float] = []  # of each stage's exchange of the round that is open
@@ -96,7 +115,8 @@ class Run:
 
     def __init__(self, job: Job, model: StepModel, presences: Sequence[Presence], start_s: float) -> None:
         self.job, self.model = job, model
-        self.crew = Crew(job)
+        # A peer of the founder's machine has the casting vote: with few members it decides who can go on
+        self.crew = Crew(job, next((one.slot for one in presences if one.joins), 0))
         self.now = 0.0
         self.progress = Progress(redo=[0.0] * job.stages, exchange_s=[0.0] * job.stages)
         self.parts = dict.fromkeys(Parts.__struct_fields__, 0.0)
@@ -105,9 +125,9 @@ class Run:
         self.bill = Bill(job)
         self._since_saved = dict(self.parts)  # parts when the newest checkpoint was made
         self._hash = hashlib.sha256()
-        self._arrivals = _Arrivals(presences, start_s, len(job.stage_of))
+        self._arrivals = Arrivals(presences, start_s, len(job.stage_of))
         self._time: StepTime | None = None  # None: a stage has nobody
-        self._agreeing_s = 0.0  # of the open round's commit
+        self._closing_s = 0.0  # of the open round's commit
         self._trip_s = trip_s(job)
 
     def play(
@@ -124,6 +144,11 @@ class Run:
             self.now = until
             progress(until)
             self._handle()
+
+    def end(self) -> None:
+        """The horizon is reached: what was sent of a step and of downloads that are not done counts."""
+        self.crew.egress.microbatches(self.crew.serving, self.progress.passed)
+        self.crew.end(self.now)
 
     def digest(self) -> str:
         return self._hash.hexdigest()[:16]
@@ -149,11 +174,11 @@ class Run:
         progress, time = self.progress, self._time
         if self.stuck:
             return NEVER
-        if progress.phase not in (Phase.COMPUTING, Phase.AVERAGING):
-            return progress.left_s
         if progress.phase is Phase.AVERAGING:
             each = zip(self._redo_s(), progress.exchange_s, strict=True)
             return NEVER if self.crew.missed else max(redo_s + left_s for redo_s, left_s in each)
+        if progress.phase is not Phase.COMPUTING:
+            return NEVER if self._missed else progress.left_s
         if time is None:
             return NEVER
         if progress.passed < 1:
@@ -165,10 +190,18 @@ class Run:
 
     def _redo_s(self) -> list[float]:
         """Until each stage has computed again what was lost; NEVER where a stage has nobody."""
-        least_s, redo = self.progress.redo_s - self.now, self.progress.redo
-        rates = self._time.stage_rates if self._time is not None else (0.0,) * len(redo)
-        each = zip(redo, rates, strict=True)
-        return [max(least_s, lost / rate if rate else NEVER) if lost > 0 else 0.0 for lost, rate in each]
+        progress = self.progress
+        least_s, wait_s = progress.redo_s - self.now, max(progress.redo_from_s - self.now, 0.0)
+        rates = self._time.stage_rates if self._time is not None else (0.0,) * len(progress.redo)
+        return [
+            max(least_s, wait_s + lost / rate if rate else NEVER) if lost > ROUNDING else 0.0
+            for lost, rate in zip(progress.redo, rates, strict=True)
+        ]
+
+    @property
+    def _missed(self) -> bool:
+        """The round that opens waits for a dead member."""
+        return self.progress.phase is Phase.OPENING and bool(self.crew.missed)
 
     def _advance(self, seconds: float) -> None:
         progress, time, parts = self.progress, self._time, self.parts
@@ -184,7 +217,7 @@ class Run:
             self._compute(seconds, time)
         else:
             parts["waiting"] += seconds
-        if progress.left_s < NEVER:
+        if progress.left_s < NEVER and not self._missed:
             progress.left_s -= seconds
 
     def _average(self, seconds: float) -> None:
@@ -209,8 +242,9 @@ class Run:
         else:
             gained = 0.0
             parts["waiting" if self.crew.dead else "redone"] += seconds
+        again = min(max(self.now + seconds - progress.redo_from_s, 0.0) / seconds, 1.0) if seconds else 0.0
         for stage, rate in enumerate(time.stage_rates):
-            spare = max(rate * seconds - gained * self.job.microbatches, 0.0)
+            spare = again * max(rate * seconds - gained * self.job.microbatches, 0.0)
             progress.redo[stage] = max(progress.redo[stage] - spare, 0.0) if progress.redo[stage] > ROUNDING else 0.0
 
     # -------------------------------------------------------------------------------------------------------- events
@@ -235,24 +269,26 @@ class Run:
             self.bill.come(peer)
         elif change == "asks":
             self.tally.joins += 1
-            rest_s = self._left_s() if self.progress.phase in (Phase.AVERAGING, Phase.AGREEING) else 0.0
-            # Nobody is admitted while a round is open; one that waits for the dead is closed soon
-            crew.admit(peer, self.now + (rest_s if rest_s < NEVER else 0.0), self.progress.step_s)
+            crew.admit(peer, self.now + self._round_s(), self.progress.step_s)
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
             crew.die(peer, self.now, self.progress.passed, () if peer == crew.leader else self._reported())
             self._look()
 
+    def _round_s(self) -> float:
+        """Until the open round ends: nobody is admitted meanwhile."""
+        progress = self.progress
+        if progress.phase is Phase.AVERAGING:
+            left_s = self._left_s()  # one that waits for the dead is closed soon
+            return left_s + self._closing_s if left_s < NEVER else 0.0
+        return progress.left_s if progress.phase is Phase.AGREEING else 0.0
+
     def _evict(self) -> None:
         crew, progress = self.crew, self.progress
-        voters = len(crew.members)
-        if 2 * (voters - len(crew.dead)) < voters and progress.phase is not Phase.GATHERING:
-            lives = voters - len(crew.dead)
-            self.stuck = f"{lives} of {voters} members live after {units.duration(self.now)}, no majority: `shoal recover` lets them go on"
-            if not lives:
-                self.stuck = f"nobody lives after {units.duration(self.now)}: `shoal run --resume` begins again from the checkpoint"
-            self._note("stuck", voters)
+        if progress.phase is not Phase.GATHERING and not crew.agrees:
+            self.stuck = no_majority(crew.lives, len(crew.voters), self.now)
+            self._note("stuck", len(crew.voters))
             return
         lost = crew.evict(self.now)
         if not lost:
@@ -264,6 +300,8 @@ class Run:
             progress.phase, progress.left_s = Phase.LOST, self.job.patience.lost_stage_wait_s
             self.tally.lost_stages += 1
             return
+        if progress.phase is Phase.OPENING:
+            progress.phase, progress.passed, progress.left_s = Phase.COMPUTING, 1.0, NEVER
         if progress.phase in (Phase.COMPUTING, Phase.AVERAGING):
             for one in lost:
                 self._redo(one.member.stage, one.share * one.passed)
@@ -271,11 +309,15 @@ class Run:
             self._move(progress.passed)
 
     def _take_over(self, passed: float, members: int) -> None:
-        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books and begin."""
-        progress = self.progress
-        if passed < 1:
+        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books and begin. With all that waited
+        for it they fill the pipeline again: a trip, and what more there is than its thinnest stage has replicas."""
+        progress, time = self.progress, self._time
+        if passed < 1 and time is not None:
             progress.passed = min(progress.passed, 1 - (1 - passed) / members)
-            progress.redo_s = max(progress.redo_s, self.now + 2 * self.job.delay_s + self._trip_s)
+            thinnest = min(range(self.job.stages), key=time.stage_rates.__getitem__)
+            behind = (1 - progress.passed) * self.job.microbatches - np.count_nonzero(self.crew.serving == thinnest)
+            behind_s = max(behind, 0.0) / time.stage_rates[thinnest]
+            progress.redo_s = max(progress.redo_s, self.now + 2 * self.job.delay_s + self._trip_s + behind_s)
 
     def _reported(self) -> list[int]:
         """Stages that have done their part of the open round."""
@@ -294,8 +336,8 @@ class Run:
         if progress.phase is Phase.AVERAGING and self._time is not None:
             progress.exchange_s[stage] = self._time.averaging_s
         if share:
-            alone_s = 4 * job.delay_s + float(job.hop_s[:, stage].mean())
-            progress.redo_s = max(progress.redo_s, self.now + alone_s)
+            progress.redo_from_s = self.now + REDO_DELAYS * job.delay_s
+            progress.redo_s = max(progress.redo_s, progress.redo_from_s + float(job.hop_s[:, stage].mean()))
 
     def _enter(self) -> None:
         """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""
@@ -312,7 +354,7 @@ class Run:
     def _promote(self) -> None:
         ready = self.crew.ready(self.now)
         if ready:
-            self.crew.promote(ready)
+            self.crew.promote(ready, self.now)
             self._look()
 
     def _gather(self) -> None:
@@ -320,11 +362,11 @@ class Run:
         crew, progress = self.crew, self.progress
         if len(crew.members) + len(crew.joiners) < self.job.stages:
             return
-        crew.promote(crew.living_joiners())
+        crew.promote(crew.living_joiners(), self.now)
         for _ in range(len(crew.members)):  # a move each at least
             if not crew.empty_stages() or not crew.rebalance(self.now, NEVER, 0.0, NEVER):
                 break
-            crew.promote(crew.living_joiners())
+            crew.promote(crew.living_joiners(), self.now)
         if not crew.empty_stages():
             progress.left_s = crew.load_s() if progress.saved else 0.0
 
@@ -342,19 +384,23 @@ class Run:
             self._go_back()
         elif progress.phase is Phase.COMPUTING:
             assert self._time is not None, "without a stage nothing is computed"
-            progress.phase, progress.exchange_s = Phase.AVERAGING, [self._time.averaging_s] * self.job.stages
-            self._agreeing_s = self._time.agreeing_s
-        elif (
-            progress.phase is Phase.AVERAGING
-        ):  # a replica that died after its part of the round is not waited for, even a stage's last
-            progress.phase, progress.left_s = Phase.AGREEING, self._agreeing_s
+            progress.phase, progress.left_s = Phase.OPENING, OPENING * self._time.agreeing_s
+        elif progress.phase is Phase.OPENING:
+            assert self._time is not None, "a stage's last replica is missed"
+            progress.phase, progress.left_s = Phase.AVERAGING, NEVER
+            progress.exchange_s = [self._time.averaging_s] * self.job.stages
+            self._closing_s = (1 - OPENING) * self._time.agreeing_s
+        elif progress.phase is Phase.AVERAGING:
+            # A replica that died after its part of the round is not waited for, even a stage's last
+            progress.phase, progress.left_s = Phase.AGREEING, self._closing_s
         else:
             self._commit()
 
     def _commit(self) -> None:
         progress, job = self.progress, self.job
         progress.step += 1
-        self.bill.send(self.crew)
+        self.crew.egress.microbatches(self.crew.serving, 1.0)
+        self.crew.egress.averaging(self.crew.serving, (joiner.member.stage for joiner in self.crew.joiners.values()))
         self._note("commit", progress.step, len(self.crew.members))
         if job.save_every and progress.step % job.save_every == 0:
             progress.saved, self._since_saved = progress.step, dict(self.parts)
@@ -368,7 +414,7 @@ class Run:
     def _begin_step(self) -> None:
         progress = self.progress
         progress.phase, progress.passed, progress.left_s, progress.began_s = Phase.COMPUTING, 0.0, NEVER, self.now
-        progress.redo = [0.0] * self.job.stages
+        progress.redo, progress.redo_from_s = [0.0] * self.job.stages, 0.0
         self.crew.begin_step()
         if not self.crew.known[1]:
             self.crew.measure()
@@ -393,45 +439,13 @@ class Run:
             parts["redone"] += parts[part] - self._since_saved[part]
             parts[part] = self._since_saved[part]
         self._note("back", progress.step, progress.saved)
-        progress.step, progress.phase, progress.left_s = progress.saved, Phase.GATHERING, NEVER
+        self.crew.egress.microbatches(self.crew.serving, progress.passed)
+        progress.step, progress.passed, progress.phase, progress.left_s = progress.saved, 0.0, Phase.GATHERING, NEVER
         self._gather()
 
     def _look(self) -> None:
         """Those who serve have changed."""
         self._time = self.model(self.crew.serving)
-
-
-class _Arrivals:
-    """Machines by time: there, asking to join once they have started, and gone. Names say slot and how many were there before."""
-
-    def __init__(self, presences: Sequence[Presence], start_s: float, slots: int) -> None:
-        count = [0] * slots
-        events: list[tuple[float, int, str, Peer]] = []
-        asks: dict[int, tuple[float, Peer]] = {}
-        for presence in presences:
-            if presence.joins:
-                count[presence.slot] += 1
-                peer = f"p{presence.slot}.{count[presence.slot]}"
-                asks[presence.slot] = (presence.at_s + start_s, peer)
-                events.append((presence.at_s, len(events), "there", peer))
-            else:
-                asks_s, peer = asks.pop(presence.slot)
-                if asks_s < presence.at_s:
-                    events.append((asks_s, len(events), "asks", peer))
-                events.append((presence.at_s, len(events), "dies", peer))
-        for asks_s, peer in asks.values():
-            events.append((asks_s, len(events), "asks", peer))
-        self._events = sorted(events)
-        self._at = 0
-
-    def next_s(self) -> float:
-        return self._events[self._at][0] if self._at < len(self._events) else NEVER
-
-    def due(self, now: float) -> list[tuple[str, Peer]]:
-        first = self._at
-        while self._at < len(self._events) and self._events[self._at][0] <= now:
-            self._at += 1
-        return [(what, peer) for _, _, what, peer in self._events[first : self._at]]
 
 
 def forecast(
@@ -446,6 +460,7 @@ def forecast(
     """One seed's run until the horizon. Machines on slots that the plan leaves out take no part."""
     run = Run(job, model, [one for one in presences if job.stage_of[one.slot] >= 0], start_s)
     run.play(horizon_s, progress)
+    run.end()
     parts = Parts(**run.parts)
     stuck = run.stuck or (_why_stuck(parts, run) if not run.progress.step else "")
     return History(
@@ -456,7 +471,7 @@ def forecast(
         parts=parts,
         **msgspec.structs.asdict(run.tally),
         peer_hours=tuple(run.bill.hours),
-        sent_bytes=tuple(run.bill.sent_bytes),
+        sent_bytes=tuple(map(float, run.crew.egress.nbytes)),
         stuck=stuck,
         digest=run.digest(),
     )
@@ -473,4 +488,6 @@ def _why_stuck(parts: Parts, run: Run) -> str:
         return (
             f"{run.crew.empty_stages() or 'a stage'} had nobody: there were fewer machines than {run.job.stages} stages"
         )
+    if not run.tally.joins:
+        return f"no machine had started after {units.duration(run.now)}; wanted a longer horizon than start_s"
     return f"no step was done in {units.duration(run.now)}: deaths undo more than is computed between two of them"

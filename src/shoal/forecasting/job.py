@@ -28,7 +28,7 @@ class Patience(msgspec.Struct, frozen=True):
 
     heartbeat_s: float = 0.5
     heartbeat_timeout_s: float = 4.0
-    detection_s: float = 4.45  # from a death to the eviction, while the leader lives
+    detection_s: float = 4.45  # from a death to the leader's decision to evict, without the messages' delays
     lost_stage_wait_s: float = 5.0
     entry_s: float = 1.0  # of a join beside its download: finding the run, being admitted, building the state
 

@@ -26,10 +26,14 @@ from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
 from shoal.planner.prediction.step import Step, predict
+from shoal.sim.network import LATE
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are played
 # Of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
 PLAYS = 4
+# The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
+MEAN_LATE = 1 + LATE / 2
+SPREAD = (MEAN_LATE - 1) / MEAN_LATE  # around that mean; without it machines that are all alike are played in lockstep
 Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
 
 
@@ -133,7 +137,7 @@ class Played:
 
 def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
     """A predicted step, and the seconds of its microbatches as the mean of several."""
-    steps = [predict(seats, cluster, np.random.default_rng(seed)) for seed in range(PLAYS)]
+    steps = [predict(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
     return steps[0], fmean(step.microbatches_s for step in steps)
 
 

@@ -19,6 +19,7 @@ from shoal.sim.scenarios.scenario import Messages, Scenario
 
 CLEAN = Messages()
 NEAR_S, FAR_S = (0.001, 0.01), (0.04, 0.16)  # delays within a region and between two
+LATE = 0.2  # of a link's delay: up to so much longer may a message take
 FAR_Bps = 5e6  # what passes between two peers of different regions
 
 
@@ -64,7 +65,7 @@ class Network:
             link = self._links[(source, target)] = self._link(source, target)
         if self.cut and (source, target) in self.cut:
             return ()
-        at = now + link.delay_s * (1.0 + 0.2 * draw())
+        at = now + link.delay_s * (1.0 + LATE * draw())
         if nbytes:
             at += self._wait(source, nbytes, now, rank) + nbytes / link.bandwidth_Bps
         faults = self.faults

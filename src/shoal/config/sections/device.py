@@ -39,7 +39,7 @@ class Device(Section, frozen=True):
         Literal["resident", "swapping", "emulated"],
         Meta(
             description="The stage stays on the device, or its layers take turns there (swapping),"
-            " or only its time passes (emulated)."
+            " or only its time passes (emulated; with train.local_steps that of microbatches, not of local steps)."
         ),
     ] = "resident"
     memory_bytes: Annotated[
@@ -152,8 +152,6 @@ def problems(device: Device, run: Run, train: Train) -> Iterator[str]:
     if device.executor == "swapping":
         yield from _swapping_problems(device, run)
     if device.executor == "emulated":
-        if train.local_steps > 1:
-            yield f"train.local_steps = {train.local_steps} needs a model to step; try device.executor=resident"
         why = "device.executor = 'emulated' computes nothing"
         yield from without_effect(device, "device", _REAL, why)
     else:

@@ -9,6 +9,7 @@ A hop runs when its request and its tensor have both arrived; a replica computes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -69,9 +70,10 @@ class _Server(msgspec.Struct):
 
 
 class Play:
-    """One run of the microbatches of several steps."""
+    """One run of the microbatches of several steps. `spread`: of delays (lines.py); then a step also begins as it does in a run, at each
+    owner when the view of one of them has reached it. Else all begin at once: owners and replicas that are alike stay in lockstep."""
 
-    def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator) -> None:
+    def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> None:
         self._seats = seats
         self._rng = rng
         self._members = seats.seated
@@ -84,7 +86,8 @@ class Play:
             home=seats.stages == 1 and not seats.routes,
             inflight=seats.inflight,
         )
-        self.lines = Lines(cluster)
+        self.lines = Lines(cluster, rng, spread)
+        self._leader = self._members[int(rng.integers(len(self._members)))] if spread else None
         self.computed = np.zeros(len(cluster.devices))
         self.bars: list[Bar] = []
         self._nbytes = {
@@ -112,12 +115,20 @@ class Play:
             m.x[0] = (TOKENS,)
             self._owners[self._members[index % len(self._members)]].owned.wait(m)
         for device in self._members:
-            self._begin(device, start)
+            if self._leader is None:
+                self._begin(device, start)
+            else:
+                self._at(self.lines.control(self._leader, device, start), partial(self._begin, device))
         now = start
         while self._left:
             now, _, act = heappop(self._events)
             act(now)
         return now
+
+    @property
+    def view_s(self) -> float:
+        """Of a step, until the last owner begins."""
+        return 0.0 if self._leader is None else self.lines.farthest(self._leader, self._members)
 
     def _new_owners(self, now: float) -> dict[int, _Owner]:
         members = tuple(
@@ -218,21 +229,21 @@ class Play:
         self._advance(owner, m, now)
 
 
-def played(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[float, Used]:
-    """Seconds of a step's microbatches, and what they take of each device."""
+def played(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> tuple[float, Used]:
+    """Seconds of a step's microbatches, and what they take of each device. `spread`: of delays (lines.py)."""
     if seats.microbatches <= LONGEST:
-        return _timed(seats, cluster, rng, seats.microbatches)
-    whole_s, used = _timed(seats, cluster, rng, LONGEST)
-    half_s, _ = _timed(seats, cluster, rng, LONGEST // 2)
+        return _timed(Play(seats, cluster, rng, spread), seats.microbatches)
+    whole_s, used = _timed(Play(seats, cluster, rng, spread), LONGEST)
+    half_s, _ = _timed(Play(seats, cluster, rng, spread), LONGEST // 2)
     more = (seats.microbatches - LONGEST) / (LONGEST - LONGEST // 2)
     scale = seats.microbatches / LONGEST
     extended = Used(used.compute_s * scale, used.up_s * scale, used.down_s * scale, used.sent_bytes * scale)
     return whole_s + more * (whole_s - half_s), extended
 
 
-def _timed(seats: Seats, cluster: Cluster, rng: np.random.Generator, microbatches: int) -> tuple[float, Used]:
+def _timed(play: Play, microbatches: int) -> tuple[float, Used]:
     """A step of so many microbatches, after as many steps that warm the wiring up."""
-    play, start = Play(seats, cluster, rng), 0.0
+    start = 0.0
     rounds = max(1, min(ROUNDS_MOST, LONGEST // microbatches))
     for _ in range(rounds):
         start = play.run(microbatches, start)
@@ -242,7 +253,7 @@ def _timed(seats: Seats, cluster: Cluster, rng: np.random.Generator, microbatche
         end = play.run(microbatches, end)
     after = (play.computed, play.lines.up_used, play.lines.down_used, play.lines.sent)
     compute, up, down, sent = ((late - early) / rounds for late, early in zip(after, before, strict=True))
-    return (end - start) / rounds, Used(compute, up, down, sent)
+    return (end - start) / rounds - play.view_s, Used(compute, up, down, sent)
 
 
 def timeline(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[Bar, ...]:

@@ -40,9 +40,9 @@ class Step(msgspec.Struct, frozen=True):
     bottleneck: str
 
 
-def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> Step:
-    """Seconds of a step, where they go, and what limits it."""
-    microbatches_s, used = played(seats, cluster, rng)
+def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> Step:
+    """Seconds of a step, where they go, and what limits it. `spread`: by which share of a link's delay its messages' differ (lines.py)."""
+    microbatches_s, used = played(seats, cluster, rng, spread)
     averaging_s, averaged_bytes = averaging(seats, cluster)
     averaging_s += seats.averaging_codec_s
     delay_s = cluster.delay_s[np.ix_(seats.members, seats.members)]

@@ -71,7 +71,11 @@ def _csv(line: str) -> list[Change]:
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != 3 or fields[1] not in ("add", "remove") or not fields[2]:
         raise ValueError(f"{line!r}: wanted milliseconds,add|remove,node, such as 480000,add,node1")
-    return [Change(at_s=_seconds(float(fields[0])), node=fields[2], joins=fields[1] == "add")]
+    try:
+        time_ms = float(fields[0])
+    except ValueError:
+        raise ValueError(f"{line!r}: {fields[0]!r} is no number of milliseconds, such as 480000,add,node1") from None
+    return [Change(at_s=_seconds(time_ms), node=fields[2], joins=fields[1] == "add")]
 
 
 def _json(line: str) -> list[Change]:
