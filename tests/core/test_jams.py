@@ -197,10 +197,10 @@ def test_an_owner_that_waits_alone_for_a_server_hands_its_microbatch_over() -> N
     assert jam.stalls.takeovers(VIEW, outcome.moves, "b").verdicts == ()
 
 
-def test_nobody_is_evicted_for_a_hand_over_where_nobody_can_take_over() -> None:
-    """A leader that came in the middle of the step does not know who has had it."""
+def test_a_leader_that_came_in_the_middle_of_a_step_hands_nothing_over() -> None:
+    """It does not know who has had it. A hand-over that is decided again and again and never made would keep the rules for all that hangs
+    from ever deciding (strangers/member/rate, seed 0: no commit for six minutes)."""
     jam = Jam()
     jam.stalls.on_step(0.0, first=True)
     outcome = jam.until(("d", 3, "a", 0), ("a", 3, "", 0))
-    decided = jam.stalls.takeovers(VIEW, outcome.moves, "b")
-    assert list(outcome.moves) == [3] and decided.verdicts == () and decided.owners == VIEW.owners
+    assert outcome.moves == {} and outcome.verdicts == []

@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.leader.evictions import Pauses
+from shoal.core.leader.evictions import FIRST_PAUSE, Pauses
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.rules.lines import CLOSE, FAR, by_line, line_rates, too_narrow
 from shoal.core.leader.rules.removal import remove
@@ -77,7 +77,7 @@ def test_a_newcomer_with_a_quarter_of_the_others_line_is_left_out_in_words() -> 
     assert after is not None and after.view.joining == () and after.view.members == MEMBERS
     pauses = Pauses(SETTINGS)
     pauses.on_view(after.view.evicted, 2.0)
-    assert pauses.until("e", ("a",)) == 2.0 + 4 * SETTINGS.ban_s, "each try is a download for the others"
+    assert pauses.until("e", ("a",)) == 2.0 + FIRST_PAUSE * SETTINGS.ban_s, "each try is a download for the others"
 
 
 @pytest.mark.parametrize(

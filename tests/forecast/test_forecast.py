@@ -262,7 +262,7 @@ def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() 
     assert step is not None
     at_s = step.microbatches_s + OPENING * step.agreeing_s + 0.5 * step.averaging_s
     run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0)
-    run.play(at_s + job.patience.detection_s + 1e-6)
+    run.play(at_s + noticed_s(job) + 1e-6)
     lost = job.stage_of[1]
     again, went_on = run.progress.exchange_s[lost], run.progress.exchange_s[1 - lost]
     assert run.progress.phase.value == "averaging" and run.progress.redo[lost] > 0 == run.progress.redo[1 - lost]

@@ -81,7 +81,10 @@ def test_at_least_half_go_on_after_everything_else_has_healed() -> None:
 
 def test_other_scenarios_have_no_strangers() -> None:
     for scenario in SCENARIOS.values():
-        if not scenario.name.startswith("strangers"):
+        if not scenario.name.startswith("strangers") and scenario.name not in (
+            "undone",
+            "sybils",
+        ):  # of liars, by design
             assert draw(scenario, 0).hostile == ()
 
 

@@ -320,12 +320,10 @@ class World:
         booked = self.booked()
         assert len(booked) == len(set(booked)), f"booked twice: {sorted(booked)}"
         for peer, node in self.nodes.items():
-            held = [node.blobs[node.hops.store.blob(key)] for key in node.hops.store._held]
-            keys = [
-                ("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store._held
-            ]
+            held = [node.blobs[node.hops.store.blob(key)] for key in node.hops.store.held]
+            keys = [("g" if key.gradient else "x", key.step, key.microbatch, key.stage) for key in node.hops.store.held]
             assert [(value[0], *value[2:]) for value in held] == keys, f"{peer} keeps a tensor under another's name"
-            gradients = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store._held)
+            gradients = sum(key.gradient and key.stage != node.replica.stage for key in node.hops.store.held)
             assert node.hops.store.nbytes == NBYTES * len(held)
             most = self.settings.activation_store_bytes + NBYTES * (
                 4 * self.settings.queue_limit + self.settings.microbatches + 4

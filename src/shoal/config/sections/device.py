@@ -38,8 +38,8 @@ class Device(Section, frozen=True):
     executor: Annotated[
         Literal["resident", "swapping", "emulated"],
         Meta(
-            description="The stage stays on the device, or its layers take turns there (swapping),"
-            " or only its time passes (emulated; with train.local_steps that of microbatches, not of local steps)."
+            description="The stage stays on the device, or its layers take turns there (swapping), or only the time of its microbatches"
+            " passes (emulated)."
         ),
     ] = "resident"
     memory_bytes: Annotated[

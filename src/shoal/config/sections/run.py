@@ -105,8 +105,8 @@ class Run(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="Other replicas recompute what a new peer has computed in this share of all steps, later in a tenth of them, where"
-            " a stage has two replicas that are resident on one device each; 0 audits none.",
+            description="Other replicas recompute what a new peer computed in this share of all steps, later a tenth of it, in stages of"
+            " two or more; 0 audits none.",
         ),
     ] = 0.0
     trace_bytes: Annotated[

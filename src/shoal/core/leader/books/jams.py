@@ -212,8 +212,8 @@ class Jams:
             pair = key_of(hang.owner), key_of(hang.at)
             for one, two in (pair, pair[::-1]):
                 self._disputes.setdefault(one, set()).add(two)
-            stalls.hand_over(index, hang.owner, hang.stage, hang.at, now)
-            outcome.moves[index] = f"{hang.owner} waits for microbatch {index} at {hang.at}, which has not got it"
+            if stalls.hand_over(index, hang.owner, hang.stage, hang.at, now):
+                outcome.moves[index] = f"{hang.owner} waits for microbatch {index} at {hang.at}, which has not got it"
         for index, why in outcome.moves.items():
             for peer in (self._hangs[index].owner, self._hangs[index].at):
                 only = [one for one in self._disputes[key_of(peer)] if self._disputes[one] == {key_of(peer)}]
@@ -225,8 +225,8 @@ class Jams:
         for index, hang in late.items():
             if index in outcome.moves or now - hang.at_since < ALONE * self._quick_s:
                 continue
-            stalls.hand_over(index, hang.owner, hang.stage, hang.at, now)
-            outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
+            if stalls.hand_over(index, hang.owner, hang.stage, hang.at, now):
+                outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
 
     def _holds(self, what: tuple[Peer, Index], true: bool, now: float) -> bool:
         """It has been so for HOLD_BEATS."""

@@ -132,10 +132,14 @@ class Stalls:
             if owner is not None:
                 self._owned_by.setdefault(index, set()).add(owner)
 
-    def hand_over(self, index: Index, owner: Peer, stage: Stage, at: Peer, now: float) -> None:
-        """Another owner is to take that microbatch over, if one can; this one is not to blame, nor is `at` to have it."""
+    def hand_over(self, index: Index, owner: Peer, stage: Stage, at: Peer, now: float) -> bool:
+        """Another owner is to take that microbatch over; this one is not to blame, nor is `at` to have it. False: nobody can, as far as
+        this leader knows who has had it in this step; then what holds for every microbatch that hangs decides."""
+        if not self._here_from_the_start or self._members <= self._owned_by.get(index, {owner}) | {at}:
+            return False
         self._cases[index] = Case(owner, stage, now, now, at, blameless=True, gentle=True)
         self.gaps.remedied = True
+        return True
 
     def forgive(self, now: float) -> None:
         """This process was stopped: bookings and answers that arrived meanwhile are still to be read."""
