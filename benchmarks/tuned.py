@@ -1,8 +1,8 @@
 """A small model pretrained by Shoal, then chat-tuned by a swarm under churn; beside it the same tuning by PEFT in one process.
 
-    python benchmarks/tuned.py [--pretrain 150] [--tune 300] [--kills 6] [--keep DIRECTORY]
+    python benchmarks/tuned.py [--large] [--pretrain 150] [--tune 300] [--kills 6] [--keep DIRECTORY]
 
-A Llama of 2.3 million parameters, with a tokenizer that is trained here, learns the text of Python's own library: four peers, two
+A Llama of 2.3 million parameters (`--large`: 11 million), with a tokenizer that is trained here, learns the text of Python's own library: four peers, two
 stages. The task that it is then tuned on with LoRA is made up: which of three letters comes last in an alphabet of our own. The same
 number of steps is done by four peers of which one is killed now and then and another joins, and by TRL's SFTTrainer where it is
 installed, else by a loop over PEFT's model. The swarm's adapters are exported and loaded by PEFT. Accuracy: of questions that were not
@@ -36,9 +36,10 @@ TEMPLATE = (  # of tokens that the model has seen: those that it has not get the
 )
 RANK, ALPHA, RATE, BATCH, SEED = 16, 32, 2e-3, 32, 3
 VOCABULARY = 1024
-MODEL = f"""
-model.hidden_size=160 model.layers=6 model.heads=4 model.kv_heads=4 model.intermediate_size=448 model.vocab_size={VOCABULARY}
-data.sequence=128 train.batch=32 train.microbatch=4 train.learning_rate=2e-3 data.source=python
+SMALL = "model.hidden_size=160 model.layers=6 model.heads=4 model.kv_heads=4 model.intermediate_size=448".split()
+LARGE = "model.hidden_size=320 model.layers=8 model.heads=8 model.kv_heads=8 model.intermediate_size=896".split()
+PRETRAIN = f"""
+model.vocab_size={VOCABULARY} data.sequence=128 train.batch=32 train.microbatch=4 train.learning_rate=2e-3 data.source=python
 """.split()
 TUNE = f"""
 tune.method=lora tune.rank={RANK} tune.alpha={ALPHA} data.source=jsonl data.format=chat data.path=chats.jsonl data.sequence=24
@@ -50,6 +51,7 @@ SWARM = "run.peers=4 run.stages=2 network.discovery=gossip data.tokenizer=tokeni
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="11 million parameters instead of 2.3")
     parser.add_argument("--pretrain", type=int, default=150, help="steps")
     parser.add_argument("--tune", type=int, default=300, help="steps")
     parser.add_argument("--kills", type=int, default=6)
@@ -58,13 +60,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(args.keep or folder)
         place.mkdir(parents=True, exist_ok=True)
-        figures = measured(place, args.pretrain, args.tune, args.kills)
+        figures = measured(place, LARGE if args.large else SMALL, args.pretrain, args.tune, args.kills)
     report("tuned", figures["swarm_percent"], "% right of held-out questions", at_least(95), figures, args.record)
     return 0
 
 
-def measured(place: Path, pretrain: int, tune: int, kills: int) -> dict[str, Any]:
-    """All of it, below that directory."""
+def measured(place: Path, model: list[str], pretrain: int, tune: int, kills: int) -> dict[str, Any]:
+    """All of it, below that directory. `model`: the settings that say how large it is."""
     a_tokenizer(place / "tokenizer")
     (place / "settings.toml").write_text("")  # all settings are arguments
     questions = some_questions()
@@ -73,7 +75,7 @@ def measured(place: Path, pretrain: int, tune: int, kills: int) -> dict[str, Any
     held_out = questions[:HELD_OUT]
 
     began = time.monotonic()
-    shoal(place, "run", "settings.toml", *MODEL, *SWARM, "run.name=base", f"run.steps={pretrain}")
+    shoal(place, "run", "settings.toml", *model, *PRETRAIN, *SWARM, "run.name=base", f"run.steps={pretrain}")
     base, minutes = place / f"runs/base/checkpoints/step-{pretrain}", (time.monotonic() - began) / 60
     before = answers(loaded(base), place, held_out)
 
