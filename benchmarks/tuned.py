@@ -2,8 +2,9 @@
 
     python benchmarks/tuned.py [--large] [--pretrain 150] [--tune 300] [--kills 6] [--keep DIRECTORY]
 
-A Llama of 2.3 million parameters (`--large`: 11 million), with a tokenizer that is trained here, learns the text of Python's own library: four peers, two
-stages. The task that it is then tuned on with LoRA is made up: which of three letters comes last in an alphabet of our own. The same
+A Llama of 2.3 million parameters (`--large`: 11 million), with a tokenizer that is trained here, learns the text of Python's own
+library: four peers, two stages. The task that it is then tuned on with LoRA is made up: which of three letters comes last in an
+alphabet of our own. The same
 number of steps is done by four peers of which one is killed now and then and another joins, and by TRL's SFTTrainer where it is
 installed, else by a loop over PEFT's model. The swarm's adapters are exported and loaded by PEFT. Accuracy: of questions that were not
 trained on, the likeliest letter of the alphabet is right; one of 12 is by chance. The value is the swarm's accuracy, its target 95 %.

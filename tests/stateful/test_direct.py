@@ -213,7 +213,7 @@ class World:
                 value = ("g", x[1], task.step, task.index, task.stage - 1) if task.out else None
         owner = node.trainer if task.asker == "trainer" else node.hops
         if fails and not isinstance(task, Fetch):
-            commands = node.hops.on_failed(Failed(task.id, "no memory"))
+            commands = node.hops.on_failed(Failed(task.id, "no memory"), self.now)
         else:
             if value is not None:
                 node.blobs[task.out] = value  # type: ignore[union-attr]
