@@ -26,7 +26,8 @@ from shoal.core.leader.progress import RoundWatch
 from shoal.core.leader.rules import commit, order, removal
 from shoal.core.leader.rules.order import Check, Rule
 from shoal.core.leader.rules.reassignment import reassign, takeovers
-from shoal.core.messages import Apply, View
+from shoal.core.leader.undo.unchecked import tracked
+from shoal.core.messages import Apply, Undoing, View
 from shoal.core.server import server
 from shoal.core.server.hops import Hops
 from shoal.core.trainer import microbatch
@@ -291,6 +292,17 @@ def takes_the_norm_of_the_first_replica(patch: Patch) -> None:
     patch.setattr(commit, "by_norm_of", lambda current, peers: {"": peers})
 
 
+def goes_back_to_the_newest_checkpoint(patch: Patch) -> None:
+    """However young it is."""
+
+    def since_now(after: View, *given: Any) -> Undoing:
+        known = tracked(after, *given)
+        late = tuple(msgspec.structs.replace(one, since=max(known.saves, default=0)) for one in known.unchecked)
+        return msgspec.structs.replace(known, unchecked=late)
+
+    patch.setattr(removal, "tracked", since_now)
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (23, 50)),
     (forgets_a_waiting_microbatch, ROUNDS, (19, 22)),
@@ -350,6 +362,13 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
             assert not caught(seed)
             return
     pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
+
+
+def test_going_back_to_a_checkpoint_that_is_too_young_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw(SCENARIOS["undone"], 5)
+    assert not Swarm(case).run().violations
+    goes_back_to_the_newest_checkpoint(monkeypatch)
+    assert "undone" in {one.checker for one in Swarm(case).run().violations}
 
 
 @pytest.mark.parametrize(("scenario", "seed"), [(STORM, 2), (STORM, 54), (ROUNDS, 0), (ROUNDS, 21)])

@@ -363,7 +363,7 @@ class Commits:
 
 class Undone:
     """Whoever is evicted for false values has contributed to no step that is left when the run has gone back for it, but for steps before
-    the one from which on no check has passed, as the view says. How often, and by how many steps, is bounded."""
+    the one from which on no check has passed, as the view before says. How often, and by how many steps, is bounded."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -383,8 +383,9 @@ class Undone:
     def _went_back(self, peer: m.Peer, before: m.View, view: m.View) -> None:
         left = {one.peer for one in view.members + view.joining}
         convicted = [one.peer for one in before.members if one.peer not in left and f"what {one.peer} " in view.reason]
-        since = int(match[1]) if (match := re.search(r"contributed since step (\d+)", view.reason)) else 0
+        unchecked = {one.key: one.since for one in before.undoing.unchecked} if before.undoing is not None else {}
         for one in convicted:
+            since = unchecked.get(key_of(one), 0)
             if kept := {step for step in self._steps.get(key_of(one), ()) if step >= since}:
                 text = (
                     f"view {view.number} goes back to step {view.step} for {one}, which contributed to {sorted(kept)}"

@@ -46,7 +46,6 @@ class Case(msgspec.Struct):
     at: Peer = ""  # for whom, as it says
     answer: Booker | None = None
     blameless: bool = False  # its owner waits for others
-    gentle: bool = False  # nobody is evicted where nobody can take it over
 
 
 class Reassign(msgspec.Struct, frozen=True):
@@ -137,7 +136,7 @@ class Stalls:
         this leader knows who has had it in this step; then what holds for every microbatch that hangs decides."""
         if not self._here_from_the_start or self._members <= self._owned_by.get(index, {owner}) | {at}:
             return False
-        self._cases[index] = Case(owner, stage, now, now, at, blameless=True, gentle=True)
+        self._cases[index] = Case(owner, stage, now, now, at, blameless=True)
         self.gaps.remedied = True
         return True
 
@@ -254,8 +253,6 @@ class Stalls:
             had = self._owned_by.get(index, {case.owner})
             able = [peer for peer in turn if peer not in had and peer != case.at]
             stuck = not able or not self._here_from_the_start
-            if case.gentle and stuck:
-                continue
             if (strikes >= STRIKES or stuck) and case.owner != leader:
                 verdicts.append((case.owner, why))
             elif able:
