@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 
+from shoal.core.consensus.agreed import COMMITS, AgreedViews
 from shoal.core.consensus.certificates import can_agree, casting_voter, quorum
 from shoal.core.consensus.register import Register
-from shoal.core.messages import Member, Send, Settings, View
+from shoal.core.messages import Entry, Member, Proof, Send, Settings, Signed, View
 
 SETTINGS = Settings(stages=1, microbatches=1, steps=1)
 
@@ -177,6 +179,19 @@ def test_a_peer_that_missed_a_view_is_given_the_newest() -> None:
     net.run(1.0)
     agreed = net.nodes["p2"].agreed
     assert agreed is not None and agreed.number == 3
+
+
+def test_a_joiner_is_given_the_view_after_each_commit_that_it_missed_others_the_newest() -> None:
+    views = AgreedViews("p0")
+    for number in range(1, 2 * COMMITS):  # two views of each step
+        view = View(number=number, step=number // 2, members=(Member("p0", 0),), joining=(Member("p1", 0),))
+        views.agree(Entry(1, view, () if number == 1 else ("p0",)), Proof("p0", (Signed("p0"),)))
+    assert [one.entry.view.number for one in views.certified(2)] == [2 * COMMITS - 1]
+    begun = [one.entry.view for one in views.certified(2, commits=True)]
+    assert [view.step for view in begun] == [*range(2, COMMITS), COMMITS - 1]
+    assert [view.number for view in begun[:-1]] == list(range(4, 2 * COMMITS - 1, 2)), "the first view of each step"
+    views.agree(Entry(2, msgspec.structs.replace(view, number=99, step=99), ("p0",)), None)
+    assert views.certified(2, commits=True) == [], "the operator's override has no proof"
 
 
 def test_a_quorum_is_more_than_half_or_half_with_the_casting_voter() -> None:

@@ -66,6 +66,8 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.server.server import Server
+from shoal.core.transfer import catch_up
+from shoal.core.transfer.catch_up import STEPS
 
 ME, REPLICA, THIRD = "me", "replica", "third"
 OWNER, OTHER = "owner", "other"
@@ -1103,6 +1105,43 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
     heard_sums(play)
     play.view(a_commit_of_others(number=3, step=2))
     assert not play.server.ready and play.server.since == 1 and len(play.dropped()) == 2
+
+
+def test_small_sums_are_kept_of_many_steps_and_large_ones_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oldest_kept(steps: int) -> int:
+        play = a_joiner()
+        for step in range(steps):  # its task for the first one lasts
+            heard_sums(play, step)
+            play.view(a_commit_of_others(number=step + 2, step=step + 1))
+        return play.server.since
+
+    assert oldest_kept(3 * STEPS) == 0
+    monkeypatch.setattr(catch_up, "SMALL_STEPS", 2 * STEPS)
+    assert oldest_kept(3 * STEPS) == STEPS
+    monkeypatch.setattr(catch_up, "SMALL_BYTES", 0)
+    assert oldest_kept(3 * STEPS) == 2 * STEPS
+
+
+def test_sums_of_steps_ahead_of_the_view_are_kept_while_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = a_joiner()
+    heard_sums(play, STEPS)
+    assert not play.dropped()
+    heard_sums(play, STEPS + 1)
+    assert play.dropped()
+    monkeypatch.setattr(catch_up, "SMALL_BYTES", 0)
+    heard_sums(play, 1)
+    assert not play.dropped()
+    heard_sums(play, 2)
+    assert play.dropped()
+
+
+def test_what_led_to_the_version_that_is_on_its_way_is_not_needed() -> None:
+    play = a_joiner()
+    for step in range(4):
+        heard_sums(play, step)
+        play.view(a_commit_of_others(number=step + 2, step=step + 1))
+    play.take(play.server.rests_on(3))
+    assert play.server.since == 3
 
 
 def test_sums_for_listeners_are_taken_only_by_them_and_from_replicas_of_their_stage() -> None:

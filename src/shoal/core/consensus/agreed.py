@@ -12,6 +12,7 @@ from shoal.core.consensus.certificates import digest, quorum, signers
 from shoal.core.messages import Entry, Peer, Proof, Propose, Signed, View
 
 TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without a new admission
+COMMITS = 32  # that a joiner may have missed and still catch up with (transfer/catch_up.py): only the view after each describes it
 
 
 class AgreedViews:
@@ -24,6 +25,7 @@ class AgreedViews:
         self.fresh: list[View] = []
         self._name = name
         self._turns: list[Propose] = []  # newest agreed views that changed the voters
+        self._commits: list[Propose] = []  # newest agreed views that began a step
         self._digests: dict[int, tuple[View, str]] = {}  # of the newest views, by number
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -71,14 +73,15 @@ class AgreedViews:
         founder = self.accepted.view.founder
         return all(quorum(voters, yes, founder) for voters in self.voters())
 
-    def certified(self, number: int) -> list[Propose]:
+    def certified(self, number: int, *, commits: bool = False) -> list[Propose]:
         """What brings a peer with view `number` up to date: the newest agreed view with the signatures that prove it, after the views
-        that changed the voters, so that each is signed by voters whom that peer knows. Nothing if none is newer, or if the newest is
-        the operator's override."""
+        that changed the voters, so that each is signed by voters whom that peer knows, and with `commits` those that began a step.
+        Nothing if none is newer, or if the newest is the operator's override."""
         entry = self.entry
         if entry is None or self.proof is None or entry.view.number <= number:
             return []
-        between = [one for one in self._turns if number < one.entry.view.number < entry.view.number]
+        kept = {one.entry.view.number: one for one in (*self._turns, *(self._commits if commits else ()))}
+        between = [kept[each] for each in sorted(kept) if number < each < entry.view.number]
         return [*between, Propose(entry=entry, term=entry.term, proof=self.proof)]
 
     def digest(self, view: View) -> str:
@@ -99,10 +102,7 @@ class AgreedViews:
             return
         if self.entry is None or entry.view.number > self.entry.view.number:
             self.fresh.append(entry.view)
-            if proof is None:
-                self._turns = []
-            elif set(entry.before) != set(entry.view.voters):
-                self._turns = [*self._turns, Propose(entry=entry, term=entry.term, proof=proof)][-TURNS:]
+            self._keep(entry, proof)
         self.entry, self.proof = entry, proof
 
     def add_signature(self, by: Signed) -> None:
@@ -115,6 +115,17 @@ class AgreedViews:
         """The views agreed since the last call, oldest first."""
         fresh, self.fresh = self.fresh, []
         return fresh
+
+    def _keep(self, entry: Entry, proof: Proof | None) -> None:
+        """That newer agreed view, for peers that miss it."""
+        if proof is None:
+            self._turns, self._commits = [], []
+            return
+        certified = Propose(entry=entry, term=entry.term, proof=proof)
+        if set(entry.before) != set(entry.view.voters):
+            self._turns = [*self._turns, certified][-TURNS:]
+        if self.entry is None or entry.view.step != self.entry.view.step:
+            self._commits = [*self._commits, certified][-COMMITS:]
 
 
 def rank(entry: Entry) -> tuple[int, int]:

@@ -59,12 +59,14 @@ class Replication:
             self.heard[peer] = now
 
     def repair(self, peer: Peer, term: int, number: int) -> list[Command]:
-        """`peer` follows `term` and holds view `number`: send the views that it lacks."""
-        if self._views.view is None:
+        """`peer` follows `term` and holds view `number`: send the views that it lacks, to a joiner what each of them committed too."""
+        view = self._views.view
+        if view is None:
             return []
         if term == self._election.term:
             self._followers.add(peer)
-        return [Send(peer, one) for one in self._views.certified(number)]
+        joins = any(one.peer == peer for one in view.joining)
+        return [Send(peer, one) for one in self._views.certified(number, commits=joins)]
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""

@@ -51,7 +51,7 @@ from shoal.core.replica_state import NOBODY, Known, owner_of
 FAILURES = 5  # rounds of one step that a peer may give up,
 GIVEN_UP = 3  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
-NEAR = 2  # steps that a joiner may still have to apply for the others to wait for it
+NEAR, NEAR_BEATS = 2, 4  # steps that a joiner may be behind for the others to wait for it, or as many as take so long
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
 
 Finding = Dispute | Misfit | Takeovers | WrongSums | Case  # of a check (rules/order.py)
@@ -148,14 +148,16 @@ class Facts:
         return self.holds(member, view) and not self._differs(member, view)
 
     def near(self, member: Member, view: View) -> bool:
-        """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, unlike a download."""
+        """That joiner holds its stage and applies what was committed meanwhile: worth waiting for, unlike a download. Where a step is
+        shorter than a round trip, its report is some steps old."""
         heartbeat = self.heartbeats.get(member.peer)
+        most = max(NEAR, NEAR_BEATS * self.settings.heartbeat_s / max(self.history.step_s, 1e-3))
         return (
             heartbeat is not None
             and bool(heartbeat.digest)
             and self.confirmed(member.peer)
             and (heartbeat.epoch, heartbeat.stage) == (view.epoch, member.stage)
-            and view.step - heartbeat.step <= NEAR
+            and view.step - heartbeat.step <= most
         )
 
     # ------------------------------------------------------------------------------------------------ agreed views

@@ -6,7 +6,8 @@ agreed view says which round was committed with which norm. A joiner that has im
 received, step by step, until it holds the version being trained, with the same bytes and in the same order as all replicas.
 
 What was not received (a message was lost, or too many steps are missing) cannot be applied: `since` moves up, and transfer.py downloads
-a newer version. For server.py.
+a newer version. A joiner hears of a commit late by its round trip, which may be longer than a step: the leader sends it the view after
+each step that it missed (consensus/agreed.py), and sums of steps ahead of its view are kept too. For server.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 from shoal.core.allreduce.layout import split
 from shoal.core.messages import (
     Apply,
+    BlobRef,
     Command,
     Committed,
     Do,
@@ -35,7 +37,11 @@ from shoal.core.replica_state import ReplicaState, drop
 
 CHUNKS = 1 << 16  # of one gradient that are kept of one peer at most: of 4096 pieces among 64 replicas
 LONG = 1 << 40  # values; a gradient of that length has every chunk that the group may have
-STEPS = 16  # whose sums are kept at most: each is as large as the stage's gradient
+STEPS = 16  # whose sums are kept however large they are, up to the stage's gradient each
+SMALL_BYTES, SMALL_STEPS = (
+    64 << 20,
+    1024,
+)  # while sums take less than that in all, as an adapter's do, those of so many steps are kept
 
 
 class RoundSums(msgspec.Struct):
@@ -43,6 +49,7 @@ class RoundSums(msgspec.Struct):
 
     round: int
     sums: dict[int, tuple[Peer, str]] = msgspec.field(default_factory=dict)
+    nbytes: int = 0
 
     def blobs(self) -> tuple[str, ...]:
         return tuple(blob for _, blob in self.sums.values())
@@ -84,8 +91,9 @@ class CatchUp:
             self.since = view.step
             return commands
         commands += self._learn(view, now)
-        if view.step - self.since > STEPS:
-            commands += self._give_up(view.step)
+        commands += self._give_up(view.step - SMALL_STEPS)
+        while view.step - self.since > STEPS and not self._small:
+            commands += self._give_up(self.since + 1)
         if self._replica.has_state and (self._replica.epoch, self._replica.stage) == key:
             commands += self._give_up(min(self._replica.step, view.step))
         return commands
@@ -100,14 +108,20 @@ class CatchUp:
         missed = [step for step in range(self.since, view.step) if step not in self._commits]
         return commands + (self._give_up(max(missed) + 1) if missed else [])
 
-    def take(self, peer: Peer, message: GatherChunk, blobs: tuple[str, ...], fault: str) -> list[Command]:
-        view, key = self._replica.view, self._key
-        stages = self._replica.known.present
+    def rests_on(self, step: int) -> list[Command]:
+        """A state of that version is on its way: what led to it is not needed."""
+        view = self._replica.view
+        return self._give_up(min(step, view.step)) if view is not None and self._key is not None else []
+
+    def take(self, peer: Peer, message: GatherChunk, refs: tuple[BlobRef, ...], fault: str) -> list[Command]:
+        """Keep one chunk's sum."""
+        view, key, blobs = self._replica.view, self._key, tuple(ref.id for ref in refs)
+        stages, ahead = self._replica.known.present, STEPS if self._small else 1
         wanted = (
             view is not None
             and key is not None
             and message.epoch == key[0]
-            and self.since <= message.step <= view.step + 1
+            and self.since <= message.step <= view.step + ahead
             and stages.get(peer) == key[1]
             and len(blobs) == 1
             and not fault
@@ -120,10 +134,11 @@ class CatchUp:
         commands: list[Command] = []
         if message.round > received.round:
             commands = drop(received.blobs())
-            received.round, received.sums = message.round, {}
+            received.round, received.sums, received.nbytes = message.round, {}, 0
         if message.chunk in received.sums or sum(other == peer for other, _ in received.sums.values()) >= CHUNKS:
             return commands + drop(blobs)
         received.sums[message.chunk] = peer, blobs[0]
+        received.nbytes += refs[0].nbytes
         return commands
 
     def _of_another_round(self, message: GatherChunk) -> bool:
@@ -182,6 +197,11 @@ class CatchUp:
         return self._give_up(max(late) + 1) if late else []
 
     # ------------------------------------------------------------------------------------------------------- private
+
+    @property
+    def _small(self) -> bool:
+        """The sums received take little memory."""
+        return sum(received.nbytes for received in self._received.values()) < SMALL_BYTES
 
     def _apply(self, commit: Committed) -> list[Command]:
         task = f"s/{next(self._serial)}"

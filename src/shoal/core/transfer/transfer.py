@@ -184,7 +184,8 @@ class StateTransfer:
         if view.step == self._settings.first_step or not (view.started or view.kept):
             undone = view.epoch if view.undoing is not None and view.undoing.epoch == view.epoch else 0
             return self._start(Init(self._id(), target.stage, view.step, void_before=undone))
-        return self.downloader.request(view, self._server.since)
+        since = self._server.since
+        return self.downloader.request(view, since + (max(0, view.step - since) + 1) // 2)  # else it is too old soon
 
     def _bring(self, failed: Failed, now: float) -> list[Command]:
         """Download what it lacks, then go on."""
@@ -233,9 +234,7 @@ class StateTransfer:
             ):
                 return self._on_shard(peer, message, blobs, fault, now)
             case Offer():
-                if self._build.id or self._server.has_state or self._view is None:
-                    return []
-                return self.downloader.on_offer(peer, message, self._view, self._server.since, now)
+                return self._on_offer(peer, message, now)
             case Chunk():
                 return self.downloader.on_chunk(peer, message, blobs, fault, now)
             case StateRequest():
@@ -243,6 +242,13 @@ class StateTransfer:
             case ChunkRequest():
                 return self._donor.on_chunk_request(peer, message)
         return []
+
+    def _on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
+        if self._build.id or self._server.has_state or self._view is None:
+            return []
+        commands = self.downloader.on_offer(peer, offer, self._view, self._server.since, now)
+        current = self.downloader.current
+        return commands + (self._server.rests_on(current.step) if current is not None else [])
 
     def _on_shard(self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         """About a shard of a checkpoint. Only those of the view receive any."""
