@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from shoal.transport.emulated.shaped import AccessLink, Reachable, Shaped
 from shoal.transport.identity.identity import Identity, client_context
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport
+from shoal.transport.streams.carrier import LANES, lanes_of
 from shoal.transport.streams.handshake import Hello, Rejection
 from shoal.transport.tls import TlsTransport
 from shoal.transport.wire import fragment_head
@@ -85,7 +87,7 @@ class RealNet:
         return read_invite(self.authority.invite((), expires, "contract"), now=0.0).membership(identity)
 
     def _on_stream(self, raw: bytes, kind: str) -> bytes:
-        return bytes(fragment_head(0, len(raw))) + raw if kind == "bulk" else raw
+        return bytes(fragment_head(0, 0, len(raw))) + raw if kind == "bulk" else raw
 
     def _hello(self, identity: Identity, victim: Any, kind: Any) -> Hello:
         membership = self.membership(identity)
@@ -121,6 +123,23 @@ class TlsNet(RealNet):
         with _dial(identity, address) as sock:
             answer = _exchange(sock, hello)
             return answer.reason if isinstance(answer, Rejection) else ""
+
+
+class CubicNet(TlsNet):
+    """On a system without BBR, where bulk has several connections."""
+
+    def make(self, identity: Identity, limits: Limits = Limits(), port: int = 0) -> Reachable:
+        transport = super().make(identity, limits, port)
+        carrier: Any = transport._carrier  # type: ignore[attr-defined]
+        carrier.socket = partial(_cubic, carrier.socket)
+        return transport
+
+
+def _cubic(made: Callable[[Any], socket.socket], route: Any) -> socket.socket:
+    sock = made(route)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    assert lanes_of(sock) == LANES
+    return sock
 
 
 class Libp2pNet(RealNet):
@@ -217,6 +236,7 @@ class FaultyNet:
 NETS = {
     "memory": MemoryNet,
     "tls": TlsNet,
+    "cubic-tls": CubicNet,
     "shaped-memory": lambda: ShapedNet(MemoryNet()),
     "shaped-tls": lambda: ShapedNet(TlsNet()),
     "faulty-memory": lambda: FaultyNet(MemoryNet()),

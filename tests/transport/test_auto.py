@@ -48,7 +48,7 @@ def bulk(index: int, data: bytes) -> tuple[BoundaryTensor, tuple[Blob, ...]]:
 
 def families(transport: AutoTransport) -> set[int]:
     """Of the sockets over which it hears others."""
-    return {link.sock.family for link in transport._receiver._connections.values()}
+    return {link.sock.family for stream in transport._receiver._streams.values() for link in stream.connections}
 
 
 def closed_port() -> tuple[str, int]:

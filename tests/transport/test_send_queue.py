@@ -16,11 +16,10 @@ BLOBS = (Blob("uint8", (len(DATA),), DATA),)
 def sent_of(queue: SendQueue, fragments: int) -> Counter[int]:
     ranks: Counter[int] = Counter()
     for _ in range(fragments):
-        waiting = queue.first()
-        assert waiting is not None
-        frame, written = waiting
-        queue.advance(frame, min(FRAGMENT_BYTES, frame.nbytes - written))
-        ranks[frame.rank] += 1
+        taken = queue.take(FRAGMENT_BYTES)
+        assert taken is not None and taken.number == ranks[taken.frame.rank]
+        queue.sent(taken)
+        ranks[taken.frame.rank] += 1
     return ranks
 
 

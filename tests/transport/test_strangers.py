@@ -260,9 +260,9 @@ def test_messages_that_never_end_are_bounded_and_the_greediest_sender_is_dropped
     begun = len(head).to_bytes(4, "big") + head + bytes(MIB - 1024 - len(head))
 
     def begin(victim: TlsTransport, rank: int, sock: ssl.SSLSocket) -> None:
-        for at in range(0, len(begun), 1 << 18):
+        for number, at in enumerate(range(0, len(begun), 1 << 18)):
             piece = begun[at : at + (1 << 18)]
-            sock.sendall(bytes(fragment_head(rank, len(piece))) + piece)
+            sock.sendall(bytes(fragment_head(rank, number, len(piece))) + piece)
 
     async def story() -> None:
         async with started(make(limits), make(limits)) as (victim, peer):

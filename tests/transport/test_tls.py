@@ -54,7 +54,7 @@ def test_a_peer_that_does_not_answer_is_lost_after_a_while(silent: Any, monkeypa
         a.learn(there, silent)
         a.send(there, Cancelled(0, 1, 2, 0, 0))
         assert await take(a) == Lost(there, "no answer in time")
-        assert a._sender._queues[there, "control"].first() is None, "it would wait for ever"
+        assert not a._sender._queues[there, "control"].pending, "it would wait for ever"
         await a.close()
 
     asyncio.run(story())
@@ -74,7 +74,7 @@ def test_what_waits_for_a_peer_is_bounded_and_given_back_when_it_is_forgotten(
         queue = a._sender._queues[there, "bulk"]
         assert MIB < queue._bytes <= 3 * MIB
         a.forget(there)
-        assert queue._bytes == 0 and queue.first() is None
+        assert queue._bytes == 0 and queue.take() is None
         await a.close()
 
     asyncio.run(story())

@@ -210,10 +210,10 @@ def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[byt
 
 def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
     last = RANKS - 1
-    assert wire.fragment(wire.fragment_head(last, 7)) == (last, 7)
+    assert wire.fragment(wire.fragment_head(last, wire.NUMBERS + 5, 7)) == (last, 5, 7)
     for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
-            wire.fragment(wire.fragment_head(rank, nbytes))
+            wire.fragment(wire.fragment_head(rank, 0, nbytes))
     arrived = in_pieces(encode(BoundaryTensor(0, 1, 2, 1, False), (Blob("uint8", (3,), b"abc"),), LIMITS), [])
     with pytest.raises(Malformed, match="after the end of its message"):
         arrived.room(1)

@@ -30,6 +30,7 @@ from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Lim
 PREFIX_BYTES = 4
 BOUNDED = {"float32": 4, "bfloat16": 2}  # bytes of a raw value whose size is looked at on receipt
 FRAGMENT_BYTES = 256 << 10  # 10 ms on a line of 200 Mbit/s
+NUMBERS = 1 << 32  # of fragments, before they begin anew
 MAX_DIMENSIONS = 8
 MEASURING_BYTES = 64 << 20  # of a blob that is a load and nothing else
 PEEK_BYTES = 64  # of a head: they hold the name of the message, hence tell how large it may be
@@ -48,7 +49,7 @@ LARGE = {
     "Measure": 256 << 10,  # 1,024 names
 }
 _prefix = struct.Struct(">I")
-_fragment = struct.Struct(">BI")
+_fragment = struct.Struct(">BII")
 FRAGMENT_HEAD_BYTES = _fragment.size
 
 _Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -108,16 +109,17 @@ def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
     return Frame(parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
 
 
-def fragment_head(rank: int, nbytes: int) -> memoryview:
-    return memoryview(_fragment.pack(rank, nbytes))
+def fragment_head(rank: int, number: int, nbytes: int) -> memoryview:
+    """`number`: its place among the fragments of its rank, which may come over several connections."""
+    return memoryview(_fragment.pack(rank, number % NUMBERS, nbytes))
 
 
-def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """Rank and length of the fragment that follows."""
-    place, nbytes = _fragment.unpack(head)
+def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int, int]:
+    """Rank, number and length of the fragment that follows."""
+    place, number, nbytes = _fragment.unpack(head)
     if place >= RANKS or not 0 < nbytes <= FRAGMENT_BYTES:
         raise Malformed(f"a fragment of rank {place} and {nbytes} bytes; allowed are {RANKS} ranks of {FRAGMENT_BYTES}")
-    return place, nbytes
+    return place, number, nbytes
 
 
 class Largest:

@@ -189,7 +189,7 @@ def congestion(has_bbr: bool | None) -> Finding:
         return good("long lines", "TCP with BBR")
     words = "sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr', after sudo modprobe tcp_bbr"
     return warning(
-        "long lines", "TCP without BBR: where 1 packet of 1,000 is lost, 100 ms away, 2 MB/s are left of 20", words
+        "long lines", "TCP without BBR: where 1 packet of 1,000 is lost, 100 ms away, 6 MB/s are left of 20", words
     )
 
 

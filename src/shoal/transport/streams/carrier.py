@@ -10,10 +10,11 @@ from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from shoal.core.messages import Peer
-from shoal.transport.streams.channel import UNSENT_BYTES, Uplink
+from shoal.transport.streams.channel import BBR, UNSENT_BYTES, Uplink
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 
-CONGESTION = b"bbr"  # where the system has it: holds its rate on long lines with losses, where cubic falls to a tenth
+CONGESTION = BBR  # where the system has it: holds its rate on long lines with losses, where cubic falls to a tenth
+LANES = 4  # connections of a stream of bulk without it: each recovers from its own losses
 DEAD_LINE_MS = 10_000  # sent bytes not acknowledged for this long: the line is dead
 
 
@@ -94,3 +95,12 @@ def tuned(sock: socket.socket) -> socket.socket:
         except (AttributeError, OSError):  # this system does not know it, or does not allow it
             continue
     return sock
+
+
+def lanes_of(sock: socket.socket) -> int:
+    """Connections for bulk to the other end of this one."""
+    try:
+        used = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+    except (AttributeError, OSError):  # not TCP, or a system that does not say
+        return 1
+    return 1 if used == BBR else LANES

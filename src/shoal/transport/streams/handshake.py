@@ -28,6 +28,7 @@ from shoal.transport.streams.engine import Engine, Steps, WaitFor
 
 CONNECT_S = 5.0  # for the connection, its encryption and this handshake together
 MAX_HELLO_BYTES = 4096
+MAX_LANES = 8  # connections of one stream
 
 _length = struct.Struct(">H")  # before a hello
 
@@ -49,6 +50,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
         b""  # the newest known for the receiver's invite
     )
     seen: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of an answer: the address from which the connection came
+    stream: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0  # the sender's number of it: a newer one replaces it
+    lane: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LANES)] = 0  # of the stream: further connections follow the first
 
 
 class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
@@ -59,8 +62,11 @@ class Rejection(msgspec.Struct, frozen=True, tag="No", array_like=True):
 _decoder: msgspec.msgpack.Decoder[Hello | Rejection] = msgspec.msgpack.Decoder(Hello | Rejection)
 
 
-def encode_hello(name: Peer, to: Peer, kind: StreamKind, membership: Membership, seen: str = "") -> bytes:
-    hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, membership.newer_grant(to), seen)
+def encode_hello(
+    name: Peer, to: Peer, kind: StreamKind, membership: Membership, seen: str = "", stream: int = 0, lane: int = 0
+) -> bytes:
+    grant = membership.newer_grant(to)
+    hello = Hello(PROTOCOL, membership.run, name, to, kind, membership.proof, grant, seen, stream, lane)
     return msgspec.msgpack.encode(hello)
 
 

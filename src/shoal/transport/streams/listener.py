@@ -21,7 +21,7 @@ from shoal.transport.streams import handshake
 from shoal.transport.streams.admission import Admission, AdmittedConnection
 from shoal.transport.streams.carrier import ByteStream, Carrier, Detached
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
-from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello, encode_rejection
+from shoal.transport.streams.handshake import HandshakeRefused, Hello, check_hello, encode_hello, encode_rejection
 from shoal.transport.streams.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Listener:
         answer = encode_hello(self._name, hello.name, hello.kind, self._membership, seen)
         yield from handshake.write(stream, answer)
         connection.deadline = None
-        yield from self._hand_over(connection, stream, hello.name, hello.kind)
+        yield from self._hand_over(connection, stream, hello)
 
     def _admit(self, connection: Connection, key: str, peer: Peer, kind: StreamKind) -> list[AdmittedConnection]:
         try:
@@ -160,12 +160,12 @@ class Listener:
         except ValueError as error:
             raise HandshakeRefused(str(error)) from None
 
-    def _hand_over(self, connection: Connection, stream: ByteStream, peer: Peer, kind: StreamKind) -> Steps:
+    def _hand_over(self, connection: Connection, stream: ByteStream, hello: Hello) -> Steps:
         """To the engine that reads this kind of stream."""
-        yield self._receiver.engine(kind)
+        yield self._receiver.engine(hello.kind)
         if not self._admission.is_admitted(connection):
             raise ConnectionError("it gave way to another connection")
-        yield from self._receiver.receive(connection, stream.paced(None) if kind == "bulk" else stream, peer, kind)
+        yield from self._receiver.receive(connection, stream.paced(None) if hello.kind == "bulk" else stream, hello)
 
 
 def _caller(sock: socket.socket) -> str:

@@ -6,8 +6,10 @@ And which rank of bulk goes next, of those that wait for one peer and of all pee
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection
+from typing import NamedTuple
 
 from shoal.core.messages import RANKS, Peer
 from shoal.transport.base import StreamKind
@@ -49,15 +51,27 @@ class QueuedBytes:
             self.nbytes += nbytes
 
 
+class Fragment(NamedTuple):
+    """A part of a frame that one connection sends: the frame's bytes from `start` on. `number`: among those of its rank."""
+
+    frame: Frame
+    start: int
+    nbytes: int
+    number: int
+    stream: int  # the queue's generation when it was taken
+
+
 class SendQueue:
-    """The frames for one peer, and the connection that sends them. The node's thread puts; the engine's sends."""
+    """The frames for one peer, and the connections that send them. The node's thread puts; the engine's sends."""
 
     def __init__(self, peer: Peer, kind: StreamKind, limit_bytes: int, total: QueuedBytes) -> None:
         self.peer = peer
         self.kind: StreamKind = kind
-        self.connection: Connection | None = None  # engine's thread only
+        self.connections: list[Connection] = []  # of one stream; engine's thread only
+        self.generation = time.monotonic_ns()  # of that stream: another one than any of an earlier queue
         self._frames: tuple[deque[Frame], ...] = tuple(deque() for _ in range(RANKS))
-        self._written = [0] * RANKS  # bytes of each rank's first frame that have been written
+        self._taken = [0] * RANKS  # bytes of each rank's first frame that connections have taken
+        self._numbers = [0] * RANKS  # fragments taken
         self._turns = RankTurns()
         self._bytes = 0
         self._limit_bytes = limit_bytes
@@ -79,34 +93,48 @@ class SendQueue:
     @property
     def idle(self) -> bool:
         """Empty and without a connection."""
-        return self._bytes == 0 and self.connection is None
+        return self._bytes == 0 and not self.connections
 
-    def first(self) -> tuple[Frame, int] | None:
-        """The first frame of the rank that goes next, and how many of its bytes are written. `advance` removes it after the last one."""
+    @property
+    def pending(self) -> bool:
+        """Something is not written yet."""
+        return self._bytes > 0
+
+    def begin(self) -> None:
+        """A new stream: its fragments are numbered from 0."""
+        with self._lock:
+            self.generation += 1
+            self._numbers = [0] * RANKS
+
+    def take(self, most: int | None = None) -> Fragment | None:
+        """What a connection writes next: of the rank that goes next, at most so many bytes, or the whole frame. `sent` when it is."""
         with self._lock:
             waiting = self._waiting()
             if not waiting:
                 return None
             rank = self._turns.next(waiting)
-            return self._frames[rank][0], self._written[rank]
+            self._turns.took(rank, waiting)
+            frame, start, number = self._frames[rank][0], self._taken[rank], self._numbers[rank]
+            nbytes = frame.nbytes - start if most is None else min(most, frame.nbytes - start)
+            self._taken[rank] += nbytes
+            self._numbers[rank] += 1
+            if self._taken[rank] == frame.nbytes:
+                self._frames[rank].popleft()
+                self._taken[rank] = 0
+            return Fragment(frame, start, nbytes, number, self.generation)
 
-    def advance(self, frame: Frame, nbytes: int) -> None:
+    def sent(self, fragment: Fragment) -> None:
         with self._lock:
-            frames = self._frames[frame.rank]
-            if not frames or frames[0] is not frame:  # the queue was cleared meanwhile
-                return
-            self._turns.took(frame.rank, self._waiting())
-            self._written[frame.rank] += nbytes
-            if self._written[frame.rank] == frame.nbytes:
-                frames.popleft()
-                self._written[frame.rank] = 0
-                self._count(-frame.nbytes)
+            if fragment.stream == self.generation:  # else the queue was cleared meanwhile
+                self._count(-fragment.nbytes)
 
     def clear(self) -> None:
+        """What waits is lost, and so is what was taken: the stream has ended."""
         with self._lock:
             for frames in self._frames:
                 frames.clear()
-            self._written = [0] * RANKS
+            self._taken = [0] * RANKS
+            self.generation += 1
             self._count(-self._bytes)
 
     def _waiting(self) -> list[int]:

@@ -1,5 +1,9 @@
 """Outgoing streams: one per peer and kind, dialled when there is something to send. For streams.py.
 
+A stream is one connection. Bulk has several (lanes) where the system has no BBR: one connection falls to a tenth of a line with losses, and
+what it lost holds up the others no longer than the receiver's buffers last. Each lane takes fragments from the one queue; the receiver puts
+them in order by their numbers. The first lane makes the stream, and it ends with any of them.
+
 A stream that breaks loses what waits in its queue and is reported as Lost; the next message dials again.
 """
 
@@ -17,7 +21,7 @@ from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.busy_rate import BusyRate
-from shoal.transport.streams.carrier import ByteStream, Carrier, Route
+from shoal.transport.streams.carrier import ByteStream, Carrier, Route, lanes_of
 from shoal.transport.streams.channel import Uplink, is_acknowledged
 from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello
@@ -82,7 +86,7 @@ class Sender(Generic[Route]):
     @property
     def pending(self) -> bool:
         """Frames wait to be sent."""
-        return any(queue.first() for queue in self._queues.values())
+        return any(queue.pending for queue in self._queues.values())
 
     def _new_queue(self, peer: Peer, kind: StreamKind) -> SendQueue:
         if len(self._queues) >= SEND_QUEUES:  # names are free, and a peer answers every request
@@ -92,75 +96,89 @@ class Sender(Generic[Route]):
         return queue
 
     def _serve(self, queue: SendQueue) -> None:
-        """Wake the queue's connection, or dial one."""
-        if queue.connection is not None:
-            self._engines.sender(queue.kind).wake(queue.connection)
+        """Wake the queue's connections, or dial one."""
+        if queue.connections:
+            for connection in queue.connections:
+                self._engines.sender(queue.kind).wake(connection)
             return
         route = self._carrier.route(queue.peer)
-        if route is None or queue.first() is None:
+        if route is None or not queue.pending:
             return
+        queue.begin()
+        self._connect(queue, route, 0)
+
+    def _connect(self, queue: SendQueue, route: Route, lane: int) -> None:
         try:
             sock = self._carrier.socket(route)
         except OSError as error:  # no file descriptor is left: the same as a peer that does not answer
+            if lane:
+                return
             queue.clear()
             self._warnings.warn("no file descriptors", f"{self._name} cannot call {queue.peer}: {error}")
             return self._presence.disconnected(queue.peer, error, always=True)
         connection = Connection(sock, lambda error: self._failed(queue, connection, route, error))
-        connection.steps = self._dial(connection, queue, route)
+        connection.steps = self._dial(connection, queue, route, lane)
         connection.deadline = time.monotonic() + handshake.CONNECT_S
         connection.is_heard = partial(self._is_heard, queue.peer)
-        queue.connection = connection
+        queue.connections.append(connection)
         self._engines.sender(queue.kind).adopt(connection)
 
-    def _dial(self, connection: Connection, queue: SendQueue, route: Route) -> Steps:
+    def _dial(self, connection: Connection, queue: SendQueue, route: Route, lane: int) -> Steps:
         stream, key = yield from self._carrier.dial(connection, route, queue.peer)
         if key != key_id_of(queue.peer):
             raise HandshakeRefused(f"another peer answers at its address (key {key})")
-        yield from handshake.write(stream, encode_hello(self._name, queue.peer, queue.kind, self._membership))
+        mine = encode_hello(self._name, queue.peer, queue.kind, self._membership, stream=queue.generation, lane=lane)
+        yield from handshake.write(stream, mine)
         hello = check_hello((yield from handshake.read(stream)), key, self._name, self._membership)
         if hello.name != queue.peer:
             raise HandshakeRefused(f"{hello.name} answers at its address: it was restarted")
         connection.deadline = None
-        self._carrier.reached(queue.peer, route)
-        self._presence.connected(queue.peer)
+        if not lane:
+            self._carrier.reached(queue.peer, route)
+            self._presence.connected(queue.peer)
+            for further in range(1, lanes_of(connection.sock) if queue.kind == "bulk" else 1):
+                self._connect(queue, route, further)
         yield from self._send_frames(connection, stream.paced(self._uplink) if queue.kind == "bulk" else stream, queue)
 
     def _send_frames(self, connection: Connection, stream: ByteStream, queue: SendQueue) -> Steps:
         while True:
-            first = queue.first()
-            if first is None:
+            taken = queue.take(FRAGMENT_BYTES if queue.kind == "bulk" else None)
+            if taken is None:
                 stream.check_open()
                 yield WaitFor.READ
                 continue
-            frame, written = first
-            nbytes = frame.nbytes
+            frame = taken.frame
             if queue.kind == "bulk":  # one fragment, then the frame that has the highest rank by then
-                nbytes = min(FRAGMENT_BYTES, frame.nbytes - written)
                 connection.rank = frame.rank
-                yield from stream.write(fragment_head(frame.rank, nbytes))
-            for piece in frame.pieces(written, nbytes):
+                yield from stream.write(fragment_head(frame.rank, taken.number, taken.nbytes))
+            for piece in frame.pieces(taken.start, taken.nbytes):
                 yield from stream.write(piece)
-            queue.advance(frame, nbytes)
+            queue.sent(taken)
             yield WaitFor.AGAIN
 
     def _failed(self, queue: SendQueue, connection: Connection, route: Route, error: Exception) -> None:
         established = connection.deadline is None
-        if queue.connection is connection:
-            queue.connection = None
+        if connection in queue.connections:
+            first = queue.connections[0] is connection
+            queue.connections.remove(connection)
+            if not established and not first:
+                return None  # the stream goes on without that lane
+            self._disconnect(queue)
             if not established and self._carrier.failed(queue.peer, route, str(error) or type(error).__name__):
                 return self._serve(queue)
             if established and isinstance(error, TimeoutError):
                 self._carrier.stalled(queue.peer)
             queue.clear()
         self._presence.disconnected(queue.peer, error, always=not established)
+        return None
 
     def _is_heard(self, peer: Peer) -> bool:
         """Control to that peer arrives. In any thread."""
         queue = self._queues.get((peer, "control"))
-        connection = queue.connection if queue is not None else None
-        return connection is not None and connection.deadline is None and is_acknowledged(connection.sock)
+        connections = queue.connections if queue is not None else ()
+        return any(each.deadline is None and is_acknowledged(each.sock) for each in connections)
 
     def _disconnect(self, queue: SendQueue) -> None:
-        if queue.connection is not None:
-            self._engines.sender(queue.kind).drop(queue.connection)
-            queue.connection = None
+        connections, queue.connections = queue.connections, []
+        for connection in connections:
+            self._engines.sender(queue.kind).drop(connection)

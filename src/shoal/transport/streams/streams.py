@@ -4,9 +4,9 @@ The network beneath (TLS over TCP, libp2p) is a Carrier (carrier.py). Everything
 proves its membership by the pass in its hello (handshake.py), and the other side must hold the very name that was dialled. Each peer
 has up to four streams: control and bulk, one per direction, opened by the sender when there is something to send (sender.py). One per
 direction, so that a new stream simply replaces the old one and order cannot suffer; two kinds, so that control never waits behind
-bulk. Bulk goes by rank, in fragments. Four threads do the work (engine.py): one for all control, one for outgoing bulk, one for
-incoming bulk (receiver.py), and one for connections without a completed handshake (listener.py), which members therefore never wait
-for. admission.py bounds how many connections others may open and how fast one key may send.
+bulk. A stream is one connection, or several of bulk where TCP stands no losses (sender.py). Bulk goes by rank, in fragments.
+Four threads do the work (engine.py): one for all control, one for outgoing bulk, one for incoming bulk (receiver.py), and one for
+connections without a completed handshake (listener.py), which members therefore never wait for. admission.py bounds how many connections others may open and how fast one key may send.
 
 A stream that breaks loses what waits to be sent on it and is reported as Lost (presence.py); the next send dials again.
 """
