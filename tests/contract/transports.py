@@ -135,8 +135,8 @@ class CubicNet(TlsNet):
         return transport
 
 
-def _cubic(made: Callable[[Any], socket.socket], route: Any) -> socket.socket:
-    sock = made(route)
+def _cubic(plain: Callable[[Any], socket.socket], route: Any) -> socket.socket:
+    sock = plain(route)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     assert lanes_of(sock) == LANES
     return sock

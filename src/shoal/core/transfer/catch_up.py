@@ -115,18 +115,8 @@ class CatchUp:
 
     def take(self, peer: Peer, message: GatherChunk, refs: tuple[BlobRef, ...], fault: str) -> list[Command]:
         """Keep one chunk's sum."""
-        view, key, blobs = self._replica.view, self._key, tuple(ref.id for ref in refs)
-        stages, ahead = self._replica.known.present, STEPS if self._small else 1
-        wanted = (
-            view is not None
-            and key is not None
-            and message.epoch == key[0]
-            and self.since <= message.step <= view.step + ahead
-            and stages.get(peer) == key[1]
-            and len(blobs) == 1
-            and not fault
-        )
-        if not wanted:
+        blobs = tuple(ref.id for ref in refs)
+        if len(blobs) != 1 or fault or not self._is_wanted(peer, message):
             return drop(blobs)
         received = self._received.setdefault(message.step, RoundSums(message.round))
         if message.round < received.round or self._of_another_round(message):
@@ -140,6 +130,13 @@ class CatchUp:
         received.sums[message.chunk] = peer, blobs[0]
         received.nbytes += refs[0].nbytes
         return commands
+
+    def _is_wanted(self, peer: Peer, message: GatherChunk) -> bool:
+        """A replica of my stage sends it, of a step that I may have to apply."""
+        view, key = self._replica.view, self._key
+        if view is None or key is None or message.epoch != key[0] or self._replica.known.present.get(peer) != key[1]:
+            return False
+        return self.since <= message.step <= view.step + (STEPS if self._small else 1)
 
     def _of_another_round(self, message: GatherChunk) -> bool:
         """Its step was committed with another exchange of my stage."""

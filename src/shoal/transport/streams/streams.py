@@ -6,7 +6,8 @@ has up to four streams: control and bulk, one per direction, opened by the sende
 direction, so that a new stream simply replaces the old one and order cannot suffer; two kinds, so that control never waits behind
 bulk. A stream is one connection, or several of bulk where TCP stands no losses (sender.py). Bulk goes by rank, in fragments.
 Four threads do the work (engine.py): one for all control, one for outgoing bulk, one for incoming bulk (receiver.py), and one for
-connections without a completed handshake (listener.py), which members therefore never wait for. admission.py bounds how many connections others may open and how fast one key may send.
+connections without a completed handshake (listener.py), which members therefore never wait for.
+admission.py bounds how many connections others may open and how fast one key may send.
 
 A stream that breaks loses what waits to be sent on it and is reported as Lost (presence.py); the next send dials again.
 """
