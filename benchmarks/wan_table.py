@@ -108,7 +108,7 @@ def averaging(line: str) -> Cells:
 
 
 def joining(line: str) -> Cells:
-    topology_ = msgspec.structs.replace(topology(line, 4), hosts=("founder", "second", "third", "guest"))
+    topology_ = topology_of("regions", 4) if line == "regions" else topology(line, 4)
     with tempfile.TemporaryDirectory() as folder:
         marks = join(topology_, [], Path(folder))
     return {"join": marks["first hop"] - (marks["state there"] - marks["state asked"])}
