@@ -133,6 +133,9 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
     if run.spot_checks and (train.staleness or train.local_steps > 1):
         what = "train.staleness = 1" if train.staleness else f"train.local_steps = {train.local_steps}"
         yield f"run.spot_checks audits steps before they are committed, which {what} does not allow; try run.spot_checks=0"
+    if run.robust != "none" and train.local_steps > 1:
+        what = f"which train.local_steps = {train.local_steps} has none of"
+        yield f"run.robust = {run.robust!r} compares gradients of microbatches, {what}; try run.robust=none"
     if train.moments == "8bit" and run.lost_stage == "neighbours":
         yield "run.lost_stage = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost_stage=checkpoint"
     if train.local_steps > 1:

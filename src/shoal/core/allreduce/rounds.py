@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from shoal.core.allreduce.bounds import longest
 from shoal.core.allreduce.checked import SumChecks, SummedChunk
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
@@ -342,8 +343,11 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends)
-        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs))
+        outs, view = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends), self._replica.view
+        assert view is not None
+        shares = current.message.groups[self._stage]
+        most = longest(view.part_norms, self._stage, shares, shares[current.group.index(self._name)], self._settings)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs, most))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)

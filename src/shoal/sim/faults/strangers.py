@@ -39,7 +39,7 @@ ABSENT_S = 5.0  # until somebody whose process does not live tries again
 # Never reach a machine, or only with the operator's signature
 # By what messages it shows that something is computed wrongly
 SHOWS: dict[str, type[m.Message]] = {
-    "wrong": m.GatherChunk, "invent": m.BoundaryTensor, "poison": m.Gradient, "lazy": m.Gradient
+    "wrong": m.GatherChunk, "invent": m.BoundaryTensor, "poison": m.Gradient, "lazy": m.Gradient, "long": m.Gradient
 }  # fmt: skip
 BY_DRIVER = m.Override, m.Ping, m.Pong, m.Measure, m.Measured
 FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
@@ -299,8 +299,8 @@ class HostileMask:
     def _compute_wrongly(self, acts: bool) -> None:
         oddities = self.node.runner.oddities
         self.node.runner.rounds.wrong = acts and "wrong" in self.one.acts
-        oddities.invents, oddities.poisons, oddities.idles = (
-            acts and act in self.one.acts for act in ("invent", "poison", "lazy")
+        oddities.invents, oddities.poisons, oddities.idles, oddities.overweighs = (
+            acts and act in self.one.acts for act in ("invent", "poison", "lazy", "long")
         )
 
     def _count(self, act: str) -> None:
