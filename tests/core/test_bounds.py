@@ -56,7 +56,7 @@ def test_a_word_that_is_no_norm_harms_nobody(said: float) -> None:
     assert [peer for peer, _ in too_long(references, 0, EVEN, reduced, SETTINGS)] == ["a"]
 
 
-@pytest.mark.parametrize("liars", [1e-6, 1e6])
+@pytest.mark.parametrize("liars", [1e-6, 1e6, math.nan])
 def test_one_of_three_cannot_choose_the_reference(liars: float) -> None:
     group = tuple(Share(name, (at,)) for at, name in enumerate("abc"))
     settings = replace(SETTINGS, microbatches=3)

@@ -58,6 +58,18 @@ def test_a_part_that_is_too_long_is_shortened_by_its_own_machine_and_the_sums_ar
     replicas.close()
 
 
+def test_what_encoding_has_left_out_before_is_shortened_with_the_rest() -> None:
+    replicas = Replicas(COUNTS, LENGTH, "bf16", "clip", 2100)
+    replicas.average(parts_of(replicas, 0))
+    shares: tuple[Share, ...] = tuple(replicas.group.shares.values())
+    most = longest(replicas.references, 0, shares, shares[0], replicas.settings)
+    replicas.tensors["p0"].runner._sums.averaging._residual = 10.0 * torch.randn(LENGTH)
+    averaged = replicas.average(parts_of(replicas, 1))
+    assert not averaged.guilty and most is not None
+    assert lengths(shares, replicas.group.reduced)[0] == pytest.approx(most, rel=SLACK + codec.LOST["bf16"])
+    replicas.close()
+
+
 @pytest.mark.parametrize("piece_values", [0, 2100])
 @pytest.mark.parametrize("how", CODES)
 def test_who_does_not_shorten_its_part_is_named_and_nobody_else(how: str, piece_values: int) -> None:

@@ -78,13 +78,11 @@ def following(
 def _reference(before: float, group: Sequence[Share], known: Sequence[float]) -> float:
     """It follows slowly: otherwise one step could take it anywhere."""
     parts = sorted(
-        length / math.sqrt(len(share.indices))
-        for share, length in zip(group, known, strict=False)
-        if share.indices and length < math.inf
+        length / math.sqrt(len(share.indices)) for share, length in zip(group, known, strict=False) if share.indices
     )
-    if len(parts) < FEWEST:
+    median = parts[(len(parts) - 1) // 2] if len(parts) >= FEWEST else math.inf
+    if median == math.inf:
         return before
-    median = parts[(len(parts) - 1) // 2]
     return min(max(median, before / FACTOR), before * FACTOR) if before > 0.0 else median
 
 
