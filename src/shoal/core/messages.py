@@ -443,6 +443,15 @@ class Complaint(Wire, frozen=True):
     kind: Literal["faulty", "unreachable", "stale"] = "faulty"
 
 
+class Objection(Wire, frozen=True):
+    """Voter to voters: I do not accept that view of the leader that we follow; or (`evicted`) it evicts me, and I was not asked."""
+
+    leader: Peer
+    number: Count
+    reason: Text
+    evicted: bool = False
+
+
 class StandingRequest(Wire, frozen=True):
     """Operator to any peer: how do you stand? Answer: Standing."""
 
@@ -1151,7 +1160,7 @@ Message = (
     | AuditRequest | AuditAnswer | RecomputeRequest | Recomputed
     | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | CopyRequest
     | PublishRequest | Published
-    | StandingRequest | Standing | Override
+    | StandingRequest | Standing | Override | Objection
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
     | Generate | HiddenStates | Passed | TextPending | Predicted | NotServed

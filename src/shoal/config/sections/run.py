@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -217,6 +218,13 @@ def _robust_problems(run: Run) -> Iterator[str]:
         yield (
             f"run.robust = {run.robust!r} bounds the parts of {MOST_BOUNDED} replicas of a stage at most, and run.peers = {run.peers}"
             f" are more for each of run.stages = {run.stages}; try run.robust=none"
+        )
+    placed = Counter(run.placement.values())
+    few = [stage for stage in range(run.stages) if placed and placed[stage] < LEAST_BOUNDED]
+    if few:
+        yield (
+            f"run.robust = {run.robust!r} compares {LEAST_BOUNDED} replicas or more of each stage, and run.placement gives stage"
+            f" {few[0]} only {placed[few[0]]}; try another plan or run.robust=none"
         )
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shoal.core.allreduce.layout import ONE_ROW
-from shoal.core.messages import Peer, Reduced, Settings, Share, Sketch
+from shoal.core.messages import Peer, Reduced, Round, Settings, Share, Sketch, View
 
 FACTOR = 1.5  # of the reference, that a part may be long; measured: benchmarks/robust.py
 FEWEST = 3  # replicas whose parts have a median that one of them cannot choose
@@ -32,6 +32,14 @@ def longest(
     if settings.averaging_error:
         count = max(1, count)  # who has computed none may still bring what an encoding has left out
     return FACTOR * reference * math.sqrt(count * max(1.0, count / even))
+
+
+def allowed(view: View | None, stage: int, message: Round, me: Peer, settings: Settings) -> float | None:
+    """The norm of what `me` may bring into that round of its stage."""
+    assert view is not None, "a round has a view"
+    group = message.groups[stage]
+    mine = next(share for share in group if share.peer == me)
+    return longest(view.part_norms, stage, group, mine, settings)
 
 
 def lengths(group: Sequence[Share], reduced: Mapping[Peer, Reduced]) -> tuple[float, ...]:
