@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus import certificates
+from shoal.core.member.judge import EVICTS
 from shoal.core.peer import PeerMachine
 from shoal.kept import Kept
 from shoal.sim import signatures
@@ -336,7 +337,7 @@ class Node:
     def _note(self, command: m.Note) -> None:
         if command.kind == "audit" and self.context.watch.trusting:
             self._report("audited", f"nobody lies, and an audit says: {command.text}")
-        if command.kind == "refused" and self.context.watch.trusting:
+        if command.kind == "refused" and self.context.watch.trusting and EVICTS not in command.text:
             self._report("refused", f"nobody lies, and a view is refused: {command.text}")
         if command.kind == "checkpoint" and self.mask is None:
             self.context.watch.durability.reported(self.name, command.text)

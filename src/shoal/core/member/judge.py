@@ -32,6 +32,7 @@ KEPT, MEASURED = 16, 3  # steps whose times are kept, and that are enough
 ACCUSERS = 2  # other members that object, where there are so many
 EVICTED = 6  # a leader may evict one in so many members against their word,
 FEW = 2  # and in any case so many; likewise leaders that one member may accuse
+EVICTS = "it evicts me"
 WORK = (Phase.TRAINING, Phase.OVERLAPPING, Phase.REOPENED)
 
 
@@ -123,14 +124,17 @@ class LeaderJudge:
     # ------------------------------------------------------------------------------------------------------ proposals
 
     def objection(self, leader: Peer, before: View, view: View, now: float) -> str:
-        """Why I do not accept that view as the next one; '' if I do."""
+        """Why I do not accept that view as the next one; '' if I do. I accept that it evicts me, as long as it is not half of us: the
+        others will miss me if I am cut off. But I tell them."""
         present = {one.peer for one in view.members + view.joining}
-        evicted = self._name in before.voters and self._name not in present and not self._departure.leaving
-        wrong = "it evicts me" if evicted else self._wrong(before, view)
+        if self._name in before.voters and self._name not in present and not self._departure.leaving:
+            self._objects = leader, view.number, EVICTS, True
+            gone = sum(peer not in present for peer in before.voters)
+            return f"{EVICTS}, and {gone - 1} others" if 2 * gone >= len(before.voters) else ""
+        wrong = self._wrong(before, view)
         if wrong:
-            self._objects = leader, view.number, wrong, evicted
-            if not evicted:
-                self._doubt(leader, wrong, now)
+            self._objects = leader, view.number, wrong, False
+            self._doubt(leader, wrong, now)
         return wrong
 
     def _wrong(self, before: View, view: View) -> str:
