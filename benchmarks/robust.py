@@ -86,7 +86,7 @@ def factors(replicas: int, given: argparse.Namespace) -> None:
     for factor in FACTORS:
         bounds.FACTOR = factor
         honest = played("clip", "", True, replicas, given)
-        share = sum(one.shortened for one in honest) / sum(one.brought for one in honest)
+        share = sum(one.shortened for one in honest) / sum(one.sent_parts for one in honest)
         losses = [mean(played("clip", lie, True, replicas, given)) for lie in LIES]
         row = "  ".join(f"{loss:14.3f}" for loss in losses)
         print(f"{factor:8} {share:10.1%} {mean(honest):8.4f}  {row}", flush=True)
@@ -111,7 +111,7 @@ def main() -> int:
         alone = mean(played("none", "", True, replicas - 1, given))
         bias = mean(bounded) / mean(plain) - 1.0
         worst = max(worst, bias)
-        share = sum(one.shortened for one in bounded) / sum(one.brought for one in bounded)
+        share = sum(one.shortened for one in bounded) / sum(one.sent_parts for one in bounded)
         seeds = range(*map(int, given.seeds.split(":")))
         names = ("mean", "clip", "open", *BASELINES)
         print(

@@ -190,8 +190,8 @@ class Trained(msgspec.Struct):
 
     loss: float
     shortened: int
-    brought: int
-    found: dict[m.Peer, int]
+    sent_parts: int
+    evicted: dict[m.Peer, int]
 
 
 def train(
@@ -204,7 +204,7 @@ def train(
     seed: int = 0,
 ) -> Trained:
     """One of them, the last, lies in that way from the second step on, unless `lie` is ''."""
-    model, found, shortened, brought = Model(seed), dict[m.Peer, int](), 0, 0
+    model, evicted, shortened, sent_parts = Model(seed), dict[m.Peer, int](), 0, 0
     replicas = Replicas(counts, len(model.flat), how, robust)
     chance, liar = torch.Generator().manual_seed(seed + 1), f"p{len(counts) - 1}"
     try:
@@ -215,10 +215,10 @@ def train(
             if lies:
                 parts[liar] = LIES[lie](parts[liar], chance)
             averaged = replicas.average(parts, liar if lies else "", tame)
-            found |= dict.fromkeys(averaged.guilty, step)
+            evicted |= dict.fromkeys(averaged.guilty, step)
             shortened += averaged.shortened
-            brought += len(parts) - lies
+            sent_parts += len(parts) - lies
             model.step(averaged.reduced)
-        return Trained(model.evaluate(), shortened, brought, found)
+        return Trained(model.evaluate(), shortened, sent_parts, evicted)
     finally:
         replicas.close()

@@ -15,7 +15,7 @@ SETTINGS = Settings(1, 8, steps=9, robust="clip")
 EVEN = tuple(Share(name, (2 * at, 2 * at + 1)) for at, name in enumerate("abcd"))
 
 
-def brought(norms: dict[str, float], group: tuple[Share, ...] = EVEN) -> dict[str, Reduced]:
+def listing(norms: dict[str, float], group: tuple[Share, ...] = EVEN) -> dict[str, Reduced]:
     """What the owners list of parts of those norms, each with an even chunk of it."""
     parts = tuple(Sketch((0.0,) * 4, norms[share.peer] ** 2 / len(group)) for share in group)
     sums = tuple(OwnedSums("", Sketch(), parts=parts) for _ in group)
@@ -27,24 +27,24 @@ def alike(norm: float, **others: float) -> dict[str, float]:
 
 
 def test_whoever_brings_more_than_it_was_allowed_is_found() -> None:
-    references = following((), (EVEN,), brought(alike(3.0)), SETTINGS)
+    references = following((), (EVEN,), listing(alike(3.0)), SETTINGS)
     assert references == (pytest.approx(3.0 / math.sqrt(2)),)
     assert longest(references, 0, EVEN, EVEN[0], SETTINGS) == pytest.approx(FACTOR * 3.0)
-    within = brought(alike(3.0, b=FACTOR * 3.0))
+    within = listing(alike(3.0, b=FACTOR * 3.0))
     assert not too_long(references, 0, EVEN, within, SETTINGS)
-    ((peer, why),) = too_long(references, 0, EVEN, brought(alike(3.0, b=FACTOR * 3.1)), SETTINGS)
+    ((peer, why),) = too_long(references, 0, EVEN, listing(alike(3.0, b=FACTOR * 3.1)), SETTINGS)
     assert peer == "b" and "1.03 times as long" in why
 
 
 def test_a_part_whose_norm_is_not_a_number_is_too_long() -> None:
-    references = following((), (EVEN,), brought(alike(3.0)), SETTINGS)
-    assert [one for one, _ in too_long(references, 0, EVEN, brought(alike(3.0, c=math.inf)), SETTINGS)] == ["c"]
+    references = following((), (EVEN,), listing(alike(3.0)), SETTINGS)
+    assert [one for one, _ in too_long(references, 0, EVEN, listing(alike(3.0, c=math.inf)), SETTINGS)] == ["c"]
 
 
 @pytest.mark.parametrize("said", [math.nan, math.inf, -1.0])
 def test_a_word_that_is_no_norm_harms_nobody(said: float) -> None:
     """A first step has no reference, so that nothing is too long."""
-    reduced = brought(alike(3.0))
+    reduced = listing(alike(3.0))
     parts = tuple(
         replace(one, norm_sq=said, products=(1e300,) * 4) if at == 0 else one
         for at, one in enumerate(reduced["a"].sums[0].parts)
@@ -61,21 +61,21 @@ def test_one_of_three_cannot_choose_the_reference(liars: float) -> None:
     group = tuple(Share(name, (at,)) for at, name in enumerate("abc"))
     settings = replace(SETTINGS, microbatches=3)
     norms = {"a": 3.0, "b": liars, "c": 3.3}
-    (reference,) = following((), (group,), brought(norms, group), settings)
+    (reference,) = following((), (group,), listing(norms, group), settings)
     assert reference in (3.0, 3.3)
 
 
 def test_of_two_replicas_the_reference_stays_as_it_was() -> None:
     group = EVEN[:2]
-    assert following((2.0,), (group,), brought({"a": 3.0, "b": 9.0}, group), SETTINGS) == (2.0,)
+    assert following((2.0,), (group,), listing({"a": 3.0, "b": 9.0}, group), SETTINGS) == (2.0,)
     assert longest((2.0,), 0, group, group[0], SETTINGS) is not None
     assert longest((2.0,), 0, group[:1], group[0], SETTINGS) is None, "nobody lists the part of a single replica"
 
 
 @pytest.mark.parametrize(("norm", "times"), [(30.0, FACTOR), (0.0, 1 / FACTOR)])
 def test_the_reference_follows_slowly_and_voters_accept_no_other(norm: float, times: float) -> None:
-    (before,) = following((), (EVEN,), brought(alike(3.0)), SETTINGS)
-    after = following((before,), (EVEN,), brought(alike(norm)), SETTINGS)
+    (before,) = following((), (EVEN,), listing(alike(3.0)), SETTINGS)
+    after = following((before,), (EVEN,), listing(alike(norm)), SETTINGS)
     assert after == (pytest.approx(before * times),)
     assert not flaw((before,), after, True, SETTINGS)
     assert flaw((before,), (after[0] * times * 1.1,), True, SETTINGS)
@@ -91,28 +91,28 @@ def test_honest_replicas_with_unlike_shares_are_never_shortened(noise: float, co
     indices = iter(range(8))
     group = tuple(Share(name, tuple(next(indices) for _ in range(of))) for name, of in zip("abcd", counts, strict=True))
     norms = {share.peer: math.hypot(len(share.indices), noise * math.sqrt(len(share.indices))) for share in group}
-    references = following((), (group,), brought(norms, group), SETTINGS)
-    assert not too_long(references, 0, group, brought(norms, group), SETTINGS)
+    references = following((), (group,), listing(norms, group), SETTINGS)
+    assert not too_long(references, 0, group, listing(norms, group), SETTINGS)
 
 
 def test_an_owner_cannot_call_its_own_part_short() -> None:
     """It says that its part is tiny; the products, which the sum and the others' parts leave it, say otherwise."""
-    reduced = brought(alike(3.0))
+    reduced = listing(alike(3.0))
     sums = list(reduced["a"].sums)
     long = Sketch((300.0, -200.0, 250.0, 100.0), 1e-9)
     sums[0] = replace(sums[0], parts=(long, *sums[0].parts[1:]))
     reduced["a"] = replace(reduced["a"], sums=tuple(sums))
-    references = following((), (EVEN,), brought(alike(3.0)), SETTINGS)
+    references = following((), (EVEN,), listing(alike(3.0)), SETTINGS)
     assert [peer for peer, _ in too_long(references, 0, EVEN, reduced, SETTINGS)] == ["a"]
 
 
 def test_nothing_is_bounded_where_the_run_bounds_nothing_or_nobody_lists_parts() -> None:
     plain = replace(SETTINGS, robust="none")
-    assert following((), (EVEN,), brought(alike(3.0)), plain) == ()
+    assert following((), (EVEN,), listing(alike(3.0)), plain) == ()
     assert longest((1.0,), 0, EVEN, EVEN[0], plain) is None
     many = tuple(Share(f"p{at}", (at,)) for at in range(17))
     assert longest((1.0,), 0, many, many[0], replace(SETTINGS, microbatches=17)) is None
-    unlisted = {peer: replace(one, sums=()) for peer, one in brought(alike(3.0)).items()}
+    unlisted = {peer: replace(one, sums=()) for peer, one in listing(alike(3.0)).items()}
     assert lengths(EVEN, unlisted) == () and following((2.0,), (EVEN,), unlisted, SETTINGS) == (2.0,)
 
 

@@ -51,8 +51,8 @@ def test_a_part_that_is_too_long_is_shortened_by_its_own_machine_and_the_sums_ar
     parts["p2"] *= 100.0
     averaged = replicas.average(parts)  # asserts that the sums are those of the parts
     assert averaged.shortened == 1 and not averaged.guilty and most is not None
-    brought = lengths(shares, replicas.group.reduced)[2]
-    assert brought == pytest.approx(most, rel=SLACK + codec.LOST[how])
+    length = lengths(shares, replicas.group.reduced)[2]
+    assert length == pytest.approx(most, rel=SLACK + codec.LOST[how])
     wanted = parts["p0"] + parts["p1"] + parts["p2"] * (most / float(parts["p2"].norm()))
     assert float((averaged.reduced - wanted).norm() / wanted.norm()) < 1e-6 + 2 * codec.LOST[how]
     replicas.close()
@@ -99,17 +99,17 @@ def test_gradients_may_grow_and_shrink_faster_than_bounds_follow() -> None:
 def test_without_a_liar_a_model_learns_as_well_with_bounds() -> None:
     mean, bounded = train("none", steps=60), train("clip", steps=60)
     assert bounded.loss == pytest.approx(mean.loss, rel=0.005)
-    assert bounded.shortened < 0.1 * bounded.brought
+    assert bounded.shortened < 0.1 * bounded.sent_parts
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_beside_a_liar_that_keeps_to_the_bounds_a_model_learns_better_with_them(lie: str) -> None:
     honest, mean, bounded = train("none", steps=60), train("none", lie, steps=60), train("clip", lie, steps=60)
-    assert not bounded.found, "it does nothing that could be proven"
+    assert not bounded.evicted, "it does nothing that could be proven"
     assert bounded.loss < honest.loss + 0.25 * (4.8 - honest.loss), "of 4.8, the loss of an untrained model"
     assert bounded.loss <= mean.loss * (1.0 if lie != "sign flip" else 1.005), "a flipped part is no longer than others"
 
 
 def test_a_liar_that_does_not_keep_to_them_is_found_in_its_first_step() -> None:
     trained = train("clip", "x 100", tame=False, steps=20)
-    assert trained.found == {"p3": 1}
+    assert trained.evicted == {"p3": 1}

@@ -18,7 +18,7 @@ from shoal.core.member.departure import Departure
 from shoal.core.member.heartbeat import HeartbeatSender
 from shoal.core.member.judge import LeaderJudge
 from shoal.core.member.leader_role import LeaderRole
-from shoal.core.member.notes import StallNotes, change_note
+from shoal.core.member.notes import change_note
 from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
@@ -161,7 +161,6 @@ class PeerMachine:
             settings, self.roster, self.register, self.leader_role, self.server, self.transfer
         )
         self.departure = Departure(settings)
-        self.stall_notes = StallNotes(settings)
         self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
         self.last_now: float | None = None
 
@@ -322,7 +321,7 @@ class PeerMachine:
         if proven or register.agreed is None or register.entitled(peer):
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
-                commands += self.stall_notes.note(message.stalled, now)
+                commands += self.judge.notes.note(message.stalled, now)
         elif isinstance(message, VoteRequest) and self.view is not None and not self.roster.belongs(peer):
             return self.repair.to_outsider(peer, message.last_number, now)
         return commands
@@ -420,7 +419,7 @@ class PeerMachine:
         commands: list[Command] = []
         if not leader_role.current:
             commands += leader_role.begin(view, now) + self._beat(now)
-        commands += leader_role.decide(now) + self.stall_notes.note(self.leadership.stall, now)
+        commands += leader_role.decide(now) + self.judge.notes.note(self.leadership.stall, now)
         if self.leadership.resigns:
             return commands + leader_role.resign(now)
         if self.leadership.dismissed:

@@ -43,14 +43,27 @@ class ElectionRole(Enum):
 
 
 class Claims:
-    """Claims of voters that the term is higher than here, and which of them count."""
+    """Claims of voters that the term is higher than here, and which of them count; leaders that this peer doubts."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._raised_at = float("-inf")  # when a claim last raised the term
         self._claimed_at: dict[str, float] = {}  # leader: when the peer of each key last claimed a higher term
+        self._doubts: dict[
+            str, tuple[int, float]
+        ] = {}  # of each leader's key: how often it was doubted, and until when
         # How often claims deposed this leader; not again before
         self._stood_down: tuple[int, float] = 0, float("-inf")
+
+    def doubt(self, peer: Peer, now: float) -> None:
+        times = min(self._doubts.get(key_of(peer), (0, now))[0], DOUBTED)
+        self._doubts[key_of(peer)] = times + 1, now + DOUBT * self._settings.heartbeat_timeout_s * GROWS**times
+
+    def believe(self, peer: Peer) -> None:
+        self._doubts.pop(key_of(peer), None)
+
+    def doubted(self, peer: Peer, now: float) -> bool:
+        return bool(self._doubts) and now < self._doubts.get(key_of(peer), (0, now))[1]
 
     def count(self, peer: Peer, voters: int, leading: bool, now: float) -> bool:
         """Whether the claim of `peer` takes effect now. `voters`: how many others a leader has."""
@@ -82,7 +95,6 @@ class Election:
         self.election_at: float | None = None
         self._name, self._settings, self._rng, self._views = name, settings, rng, views
         self._claims = Claims(settings)
-        self._doubts: dict[str, tuple[int, float]] = {}  # of each leader's key: how often I doubted it, and until when
         # Highest term in which this peer voted for another or accepted a proposal: it never returns below
         self._pledged = 0
         # The last vote for another, which stands when the term returns to it
@@ -184,9 +196,7 @@ class Election:
 
     def follow(self, peer: Peer, term: int, votes: tuple[Signed, ...], now: float) -> bool:
         """Follow `peer` as the leader of `term`. False if that term is over or nothing proves that it was elected."""
-        back = term < self.term and not self.leading and self._pledged <= term  # no peer relies on the term held here
-        back = back and not (self.role is ElectionRole.CANDIDATE and self.distrusts(peer, now))
-        if (term < self.term and not back) or (term == self.term and self.leading):
+        if (term < self.term and not self._returns(peer, term, now)) or (term == self.term and self.leading):
             return False
         if self.proven != (term, peer):
             newer, agreed = self.proven is not None and self.proven[0] > term, self._views.view
@@ -200,18 +210,22 @@ class Election:
             self.rearm(now)
         return True
 
+    def _returns(self, peer: Peer, term: int, now: float) -> bool:
+        """No peer relies on the term held here, and it was not raised to have another than `peer` elected."""
+        replaces = self.role is ElectionRole.CANDIDATE and self.distrusts(peer, now)
+        return not self.leading and self._pledged <= term and not replaces
+
     def distrust(self, peer: Peer, now: float) -> None:
         """Another than that leader should lead (core/member/judge.py): it has not my vote for a while, longer each time."""
-        times = min(self._doubts.get(key_of(peer), (0, now))[0], DOUBTED)
-        self._doubts[key_of(peer)] = times + 1, now + DOUBT * self._settings.heartbeat_timeout_s * GROWS**times
+        self._claims.doubt(peer, now)
         soon = now + self._settings.heartbeat_timeout_s * 0.1 * self._rng.random()
         self.election_at = min(self.election_at or soon, soon)
 
     def trust(self, peer: Peer) -> None:
-        self._doubts.pop(key_of(peer), None)
+        self._claims.believe(peer)
 
     def distrusts(self, peer: Peer, now: float) -> bool:
-        return bool(self._doubts) and now < self._doubts.get(key_of(peer), (0, now))[1]
+        return self._claims.doubted(peer, now)
 
     def pledge(self) -> None:
         """A proposal of this term was accepted."""

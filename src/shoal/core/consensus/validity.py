@@ -133,7 +133,7 @@ def _step(before: View, view: View, settings: Settings) -> str:
     if transition(before, view) is None:
         epoch = " of a new epoch" if view.epoch > before.epoch else ""
         return f"{view.phase.value} at step {view.step}{epoch} after {before.phase.value} at step {before.step}"
-    if wrong := _undone(before, view) or _parts(before, view, settings):
+    if wrong := _counted(before, view, settings):
         return wrong
     if view.epoch > before.epoch:
         return ""
@@ -154,6 +154,10 @@ def _undone(before: View, view: View) -> str:
     if (new.times, new.steps, new.epoch) == (old.times + 1, old.steps + back, view.epoch) and view.epoch > before.epoch:
         return ""
     return f"{new.steps} steps undone in {new.times} times after {old.steps} in {old.times}, from step {before.step} to {view.step}"
+
+
+def _counted(before: View, view: View, settings: Settings) -> str:
+    return _undone(before, view) or _parts(before, view, settings)
 
 
 def _parts(before: View, view: View, settings: Settings) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
 from shoal.core.leader.membership import inherit, on_probation, owned
+from shoal.core.member.notes import StallNotes
 from shoal.core.messages import Command, Note, Objection, Peer, Phase, Send, Settings, View
 from shoal.core.names import key_of
 
@@ -112,6 +113,7 @@ class LeaderJudge:
     ) -> None:
         self._name, self._settings, self._register, self._server = name, settings, register, server
         self._departure = departure
+        self.notes = StallNotes(settings)  # in the leader's own words
         self._pauses, self._words = Pauses(), Words()
         self._pending: tuple[tuple[int, int], float] | None = (
             None  # term and number of the proposal in flight, since when
