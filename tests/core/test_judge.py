@@ -146,11 +146,15 @@ def test_two_words_of_others_are_enough_and_one_is_not() -> None:
 
 
 def test_more_evicted_than_a_leader_needs_to_evict_are_enough() -> None:
-    follower = Follower()
-    for number in range(FEW + 1):
+    """The word of whom a view has removed counts, as that of whom one is about to; a stranger's does not."""
+    follower, word = Follower(), Objection("a", 3, "it evicts me", evicted=True)
+    rest = replace(FIRST_VIEW, number=3, members=MEMBERS[:4], owners=(0, 1, 2, 3, 0))
+    follower.hear("a", Propose(Entry(1, rest, NAMES), 1, PROOF))
+    for peer in ("x.0", "y.0", "z.0", "c", "d"):
+        follower.hear(peer, word)
         assert not follower.doubts
-        follower.hear(f"gone{number}.0", Objection("a", 3, "it evicts me", evicted=True))
-    assert follower.doubts
+    follower.hear("e", word)
+    assert follower.doubts and FEW == 2
 
 
 def test_one_member_accuses_two_leaders_at_most() -> None:

@@ -120,6 +120,7 @@ class LeaderJudge:
         )
         self._objects: tuple[Peer, int, str, bool] | None = None  # to whose view, why; am I evicted: to be told
         self._told: dict[Peer, float] = {}
+        self._gone: dict[Peer, float] = {}  # voters that a view has removed, and when
         self._doubted = ""
         register.judge = self.objection
 
@@ -193,6 +194,10 @@ class LeaderJudge:
             self._pending = self._pending[0], min(now, self._pending[1] + gap_s)
 
     def on_view(self, before: View | None, view: View, now: float) -> None:
+        if before is not None:
+            since = now - WORDS * self._settings.heartbeat_timeout_s
+            self._gone = {peer: at for peer, at in self._gone.items() if at > since}
+            self._gone |= dict.fromkeys((peer for peer in before.voters if peer not in view.voters), now)
         if before is None or not before.started or view.epoch != before.epoch or view.phase not in WORK:
             self._pauses.begin(now)
         elif view.step > before.step:
@@ -238,9 +243,10 @@ class LeaderJudge:
         view, leader = self._register.agreed, self._register.leader
         if view is None or leader is None or message.leader != leader or leader == self._name or peer == leader:
             return []
-        if not message.evicted and peer not in view.voters:
+        since = now - WORDS * self._settings.heartbeat_timeout_s
+        if peer not in view.voters and not (message.evicted and self._gone.get(peer, since) > since):
             return []
-        self._words.add(leader, peer, message.evicted, now - WORDS * self._settings.heartbeat_timeout_s, now)
+        self._words.add(leader, peer, message.evicted, since, now)
         why = self._words.enough(leader, len(view.voters))
         return self._doubt(leader, why, now) if why else []
 
