@@ -1,7 +1,7 @@
 """Audited steps among simulated peers: after how many steps is who computes wrongly evicted, is an honest peer ever, and what do they cost?
 
     python benchmarks/audits_simulated.py [--kinds noise,invent,poison,lazy] [--seeds 0:6] [--steps 50] [--share 0.1] [--jobs 1]
-    python benchmarks/audits_simulated.py --honest [--seeds 0:50]      # nobody lies: who is convicted?
+    python benchmarks/audits_simulated.py --honest [--seeds 0:50] [--minutes 600]   # nobody lies: who is convicted?
     python benchmarks/audits_simulated.py --cost [--seeds 0:4]         # steps in 60 s without audits, at 1 %, 10 % and 100 %
 
 The machines are those of real peers (core/), the network and the clock are simulated. Three stages; one and two of six peers lie, in groups
@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
@@ -36,6 +38,7 @@ FAULTS = Happenings(restarts=1, joiners=1, pauses=1, slows=1)
 LOSSES = Messages(drop=0.01, delay=0.01, fail=0.01)
 FAULTS_S, MOST_S = 30.0, 120.0  # simulated
 MORE = 10  # steps, for liars that begin later
+TOLD = 20  # runs
 SHARES = (0.0, 0.01, 0.1, 1.0)
 
 
@@ -130,6 +133,21 @@ def show(rows: list[Played], what: str) -> tuple[int, int, int]:
     return lied, len(steps), wronged
 
 
+def played(
+    pool: ProcessPoolExecutor, work: list[tuple[str, int, int, int, float, int, bool]], jobs: int, until_s: float
+) -> Iterator[Played]:
+    """In their order, until the time is over; the sum so far every now and then."""
+    wronged = 0
+    for first in range(0, len(work), jobs):
+        if time.monotonic() > until_s:
+            return
+        for one in pool.map(play, work[first : first + jobs]):
+            wronged += len(one.wronged) + len(one.violations)
+            yield one
+        if (first + jobs) % TOLD < jobs:
+            print(f"{first + jobs} runs, convicted or broken: {wronged}", flush=True)
+
+
 def costs(pool: ProcessPoolExecutor, seeds: range) -> dict[str, int]:
     """Steps in MOST_S of an undisturbed run, by share of audited steps, which does not fall: trust is kept from being earned."""
     total = {}
@@ -147,6 +165,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--share", type=float, default=0.1, help="run.spot_checks")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600.0, help="with --honest: no run is begun after so many")
     parser.add_argument("--honest", action="store_true", help="nobody lies")
     parser.add_argument("--cost", action="store_true", help="count the steps of undisturbed runs")
     given = parse(parser)
@@ -159,9 +178,8 @@ def main() -> int:
             return 0
         print(f"{'kind':22} {'lied':>6} {'in time':>8} {'median':>7} {'most':>5} {'wronged':>7}", flush=True)
         if given.honest:
-            rows = list(
-                pool.map(play, [("", peers, 0, s, given.share, given.steps, True) for peers in (6, 9) for s in seeds])
-            )
+            work = [("", peers, 0, s, given.share, given.steps, True) for s in seeds for peers in (6, 9)]
+            rows = list(played(pool, work, given.jobs, time.monotonic() + 60.0 * given.minutes))
             wronged = show(rows, "honest")[2]
             report("convicted", wronged, "honest peers", Target(0.0, "lower"), {"runs": len(rows)}, given.record)
             return 0

@@ -32,7 +32,7 @@ RUN = frozenset(
     """
     run.name run.seed run.peers run.stages run.layers run.steps run.inflight run.queue_limit run.heartbeat_s run.heartbeat_timeout_s
     run.min_request_timeout_s run.ready_timeout_s run.lost_stage run.averaging_memory_bytes run.lost_stage_wait_s
-    run.spot_checks run.undo run.probation run.serve run.stage_seconds run.placement run.line_rates run.join_slowdown run.routes
+    run.spot_checks run.robust run.undo run.probation run.serve run.stage_seconds run.placement run.line_rates run.join_slowdown run.routes
     model.family model.hidden_size model.layers model.heads model.kv_heads model.intermediate_size model.vocab_size
     model.tied_embeddings model.boundary model.extra
     data.source data.format data.field data.packing data.weights data.wrong_rows data.split data.sequence data.digest data.document_end

@@ -234,6 +234,7 @@ def test_every_choice_is_accepted(key: Key) -> None:
         if key.path == "data.format" and choice != "text":
             beside = ["data.path=there", "data.source=jsonl", "data.tokenizer=there"]
             beside += ["tune.method=lora", "model.path=there"] if choice == "preference" else []
+        beside += ["run.peers=9"] if choice == "clip" else []
         config.load(None, [f"{key.path}={choice}", *beside])
 
 
@@ -294,6 +295,32 @@ def test_routes_without_seats_and_links_by_host_over_libp2p_are_refused() -> Non
 )
 def test_held_out_text_that_could_not_be_measured_is_refused_before_the_start(settings: list[str], words: str) -> None:
     assert words in refusal("eval.path=held.txt", *settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["run.peers=8"],
+            "run.robust = 'clip' compares 3 replicas or more of each stage, and run.peers = 8 are 2 for each of run.stages = 3;"
+            " try run.peers=9 or run.robust=none",
+        ),
+        (["run.peers=49"], "bounds the parts of 16 replicas of a stage at most, and run.peers = 49 are more for each of run.stages = 3"),
+        (
+            ["run.peers=9", 'run.placement={"a"=0,"b"=0,"c"=0,"d"=1,"e"=1,"f"=2,"g"=2,"h"=2,"i"=2}'],
+            "and run.placement gives stage 1 only 2; try another plan or run.robust=none",
+        ),
+        (["run.peers=4", "run.stages=1", "train.local_steps=4"], "which train.local_steps = 4 has none of; try run.robust=none"),
+    ],
+)  # fmt: skip
+def test_bounds_of_parts_that_nobody_could_hold_are_refused(settings: list[str], words: str) -> None:
+    assert words in refusal("run.robust=clip", *settings)
+
+
+def test_bounds_of_parts_are_taken_where_every_stage_has_three_replicas() -> None:
+    tree = config.load(None, ["run.robust=clip", "run.peers=9"])
+    assert config.settings(tree).robust == "clip"
+    assert "'trim'" in refusal("run.robust=trim")
 
 
 def test_a_swapping_stage_is_not_asked_to_serve_texts() -> None:

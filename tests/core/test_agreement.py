@@ -277,6 +277,7 @@ WRONG = (
     ("half", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0,)),),)))),
     ("double", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("a", (0, 0)),),)))),
     ("foreign", successor(step=1, last=msgspec.structs.replace(LAST, groups=((Share("x", (0, 1)),),)))),
+    ("parts", successor(step=1, last=LAST, part_norms=(1.0,))),
     ("crowd", successor(joining=tuple(Member(f"k{i}.1.invite.2", 0) for i in range(3)))),
 )
 

@@ -14,7 +14,7 @@ from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 
 from shoal.core import messages as m
 from shoal.core.leader.audits.audits import EARNED, SILENT, SUSPECT, TRUSTED, Audits, Outcome
-from shoal.core.leader.audits.comparing import Case, distance, encoded, parts_of
+from shoal.core.leader.audits.comparing import Case, distance, encoded, parts_of, scaled
 from shoal.core.leader.evictions import Conduct
 from shoal.core.server.audits import TRIES
 
@@ -224,6 +224,14 @@ def test_a_poisoned_part_is_found_by_two_others(liar: str) -> None:
     swarm.part[liar] = total([swarm.gradients(liar), vector("poison")])
     _, outcomes = audited(swarm)
     assert guilty(outcomes) == [liar] and not words(outcomes)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_part_is_to_be_shortened_to_what_the_run_allows_and_no_further(allowed: bool) -> None:
+    swarm, half = Swarm(), 0.5 * math.sqrt(3 * EACH)  # of the norm in three chunks
+    swarm.part["b1"] = scaled(swarm.gradients("b1"), 0.5)
+    _, outcomes = audited(swarm, longest={"b1": half if allowed else 2.0 * half})
+    assert guilty(outcomes) == ([] if allowed else ["b1"])
 
 
 @pytest.mark.parametrize("liar", ["a0", "b1", "a2"])

@@ -133,6 +133,20 @@ def test_a_single_accuser_among_several_evicts_nobody() -> None:
         assert members(leader) == "abcd"
 
 
+def test_who_is_stopped_is_silent_and_not_convicted_for_answering_nothing() -> None:
+    leader = a_run("bcd")
+    leader.now += 4 * leader.settings.heartbeat_s
+    for peer in "acd":
+        leader.heartbeat(peer)
+    for accuser in "aca":
+        complain(leader, accuser, "b", "unreachable")
+    assert members(leader) == "abcd" and not leader.view.evicted
+    leader.heartbeat("b")
+    for accuser in "aca":
+        complain(leader, accuser, "b", "unreachable")
+    assert members(leader) == "acd", "it is heard, and answers nothing"
+
+
 def test_a_stages_last_replica_stays_where_a_link_may_be_to_blame_and_goes_for_wrong_values() -> None:
     leader = a_run("bc")
     for accuser in "acac":

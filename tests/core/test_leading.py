@@ -100,7 +100,7 @@ def test_it_is_said_again_from_time_to_time_and_not_with_every_beat() -> None:
     play = Play()
     play.wait(QUIET_S + 1.0)
     for name in "ab":
-        notes = play.machines[name].stall_notes
+        notes = play.machines[name].judge.notes
         assert notes.noted_at is not None
         after = notes.noted_at + SAY_AGAIN_BEATS * SETTINGS.heartbeat_s
         assert notes.note("it hangs", after - 0.1) == []

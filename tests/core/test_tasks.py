@@ -23,6 +23,7 @@ def a_task(kind: type[m.TaskBase], asker: str = "s") -> Any:
             str: field.name,
             int: 1,
             float: 0.5,
+            float | None: 0.5,
             bool: True,
             tuple[str, ...]: (f"{field.name}0", f"{field.name}1"),
         }

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from tests import reference
 from tests.rounds import Group
+from tests.tensors import STEP, Tensors
 
 from shoal import codec
 from shoal.config import Config, Device, Network, Run, Train
 from shoal.core import messages as m
 from shoal.core.allreduce.checked import wrong_sums
 from shoal.core.allreduce.layout import rows_of
-from shoal.runtime.tasks.task_runner import TaskRunner
 
 LENGTH = 5003
-STEP = 3
-ANSWER_S = 60.0
 UNLIKE = (100, 400, 50, 1000, 400)  # line_rates of lines; the third owns nothing
-
-
-class Tensors:
-    """tests/rounds.py's runner, around real ones. What comes is checked, as a driver would, and lies in memory of its own."""
-
-    def __init__(self, config: Config, stage: int = 0) -> None:
-        self.runner = TaskRunner(config)
-        self.do(m.Init("init", stage, 0))
-        seat = self.runner._seat
-        assert seat is not None
-        seat.step = STEP
-        self.executor: Any = seat.executor
-
-    def get(self, name: str) -> Any:
-        return self.runner.blob(name)
-
-    def put(self, name: str, value: Any) -> None:
-        blob = msgspec.structs.replace(value, data=bytearray(value.data))
-        assert self.runner.check(m.ReduceChunk(0, STEP, 7, 0), (blob,)) == ""
-        self.runner.put(name, blob)
-
-    def drop(self, name: str) -> None:
-        self.runner.drop(name)
-
-    def do(self, task: Any) -> m.Done | m.Failed:
-        answers: queue.Queue[m.Done | m.Failed] = queue.Queue()
-        self.runner.submit(task, answers.put)
-        answer = answers.get(timeout=ANSWER_S)
-        assert isinstance(answer, m.Done), answer
-        return answer
-
-    def reduced(self, round_: int) -> torch.Tensor:
-        return self.runner._sums.reduced[STEP, round_].reduced
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ SEEDS: dict[str, int] = {
     "member/sums": 0, "member/norm": 13, "member/digest": 0, "member/withhold": 0,
     "member/busy": 0, "member/missing": 0,
     "member/waits": 0, "member/unable": 0, "member/nonfinite": 0, "member/refuse": 0, "member/held": 4, "member/coming": 0,
-    "member/idle": 1, "member/far": 0, "member/loss": 0, "member/rate": 0, "member/wrong": 0,
+    "member/idle": 1, "member/far": 0, "member/loss": 0, "member/rate": 0, "member/wrong": 0, "member/long": 0,
     "member/noise": 0, "member/invent": 0, "member/poison": 0, "member/lazy": 0, "hole/in": 0, "hole/out": 0,
 }  # fmt: skip
 

@@ -114,6 +114,7 @@ def settings(config: Config, first_step: int = 0) -> Settings:
         save_last=config.checkpoint.at_end,
         copies=config.checkpoint.copies,
         keep=config.checkpoint.keep,
+        robust=run.robust,
         undo=run.undo,
         probation=run.probation,
         heartbeat_s=run.heartbeat_s,

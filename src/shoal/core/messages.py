@@ -230,6 +230,9 @@ class View(Value, frozen=True):
     heldout: HeldOut | None = None
     newcomers: Annotated[tuple[Newcomer, ...], msgspec.Meta(max_length=1 << 14)] = ()
     undoing: Undoing | None = None  # of a run whose settings undo what evicted peers contributed
+    part_norms: tuple[
+        float, ...
+    ] = ()  # of each stage, how long a microbatch's part of a round usually is (Settings.robust)
 
     @property
     def started(self) -> bool:
@@ -438,6 +441,15 @@ class Complaint(Wire, frozen=True):
     about: Peer
     reason: Text
     kind: Literal["faulty", "unreachable", "stale"] = "faulty"
+
+
+class Objection(Wire, frozen=True):
+    """Voter to voters: I do not accept that view of the leader that we follow; or (`evicted`) it evicts me, and I was not asked."""
+
+    leader: Peer
+    number: Count
+    reason: Text
+    evicted: bool = False
 
 
 class StandingRequest(Wire, frozen=True):
@@ -1148,7 +1160,7 @@ Message = (
     | AuditRequest | AuditAnswer | RecomputeRequest | Recomputed
     | StateRequest | Offer | ChunkRequest | Chunk | LoadFailed | NonFinite | Saved | SaveRequest | CopyRequest
     | PublishRequest | Published
-    | StandingRequest | Standing | Override
+    | StandingRequest | Standing | Override | Objection
     | PassesRequest | Passes
     | Ping | Pong | Measure | Measured
     | Generate | HiddenStates | Passed | TextPending | Predicted | NotServed
@@ -1462,13 +1474,15 @@ class EndAudit(TaskBase, frozen=True):
 
 
 class Cut(TaskBase, frozen=True):
-    """Copy slices of the step's sum (of `bounds[i]` to `bounds[i+1]` values) into blobs `outs`."""
+    """Copy slices of the step's sum (of `bounds[i]` to `bounds[i+1]` values) into blobs `outs`. With `longest` the whole sum is shortened
+    to that norm first, if it is longer."""
 
     purpose = "round"
     outputs = ("outs",)
     step: int
     bounds: tuple[int, ...]
     outs: tuple[str, ...]
+    longest: float | None = None
 
 
 class Add(TaskBase, frozen=True):
@@ -1734,6 +1748,7 @@ class Settings(msgspec.Struct, frozen=True):
     probation: int = (
         0  # steps in which new keys together serve a third of the microbatches at most, where others can; 0: none
     )
+    robust: str = "none"  # parts of a round: none | clip, to a multiple of the norm that they usually have
     undo: str = "none"  # what a peer contributed that is evicted for false values: none | checkpoint, if checks of values are on
     answers: KnownAnswers = KnownAnswers()  # of this machine
     serve: bool = False  # nothing is trained: the stages serve texts alone

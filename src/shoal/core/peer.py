@@ -16,8 +16,9 @@ from shoal.core.leader.leader import Leader
 from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
 from shoal.core.member.heartbeat import HeartbeatSender
+from shoal.core.member.judge import LeaderJudge
 from shoal.core.member.leader_role import LeaderRole
-from shoal.core.member.notes import StallNotes, change_note
+from shoal.core.member.notes import change_note
 from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
@@ -58,6 +59,7 @@ from shoal.core.messages import (
     LoadFailed,
     NonFinite,
     Note,
+    Objection,
     Offer,
     Override,
     Peer,
@@ -159,7 +161,7 @@ class PeerMachine:
             settings, self.roster, self.register, self.leader_role, self.server, self.transfer
         )
         self.departure = Departure(settings)
-        self.stall_notes = StallNotes(settings)
+        self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
         self.last_now: float | None = None
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -248,6 +250,7 @@ class PeerMachine:
             self.register.forgive(gap_s, now)
             self.trainer.forgive(gap_s)
             self.leader_role.forgive(gap_s, now)
+            self.judge.forgive(gap_s, now)
         return []
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
@@ -255,6 +258,8 @@ class PeerMachine:
             case Received():
                 return self._received(event, now)
             case Done():
+                if asker_of(event.id) != "inference":
+                    self.judge.show_work(now)
                 return self._owner(event.id).on_done(event, now)
             case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
                 return self._finish(False, event.reason)
@@ -300,6 +305,8 @@ class PeerMachine:
             return self.inference.on_message(peer, message, event.blobs, event.fault, now)
         if isinstance(message, TO_LEADER):
             return self._to_leader(peer, message, now)
+        if isinstance(message, Objection):
+            return self.judge.on_message(peer, message, now)
         if isinstance(message, ABOUT_RUN):
             return self._about_run(peer, message, now)
         return self._about_work(event, now)
@@ -314,7 +321,7 @@ class PeerMachine:
         if proven or register.agreed is None or register.entitled(peer):
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
-                commands += self.stall_notes.note(message.stalled, now)
+                commands += self.judge.notes.note(message.stalled, now)
         elif isinstance(message, VoteRequest) and self.view is not None and not self.roster.belongs(peer):
             return self.repair.to_outsider(peer, message.last_number, now)
         return commands
@@ -375,7 +382,7 @@ class PeerMachine:
         for machine in (self.server, self.trainer, self.transfer, self.inference):
             if _due(machine.deadline, now):
                 commands += machine.tick(now)
-        commands += self.admission.tick(now) + self.relay.tick(now)
+        commands += self.admission.tick(now) + self.relay.tick(now) + self.judge.tick(now)
         return commands + (self._finish(True, self._run_over) if self.departure.due(now) else [])
 
     def _settle(self, commands: list[Command], now: float) -> list[Command]:
@@ -412,7 +419,7 @@ class PeerMachine:
         commands: list[Command] = []
         if not leader_role.current:
             commands += leader_role.begin(view, now) + self._beat(now)
-        commands += leader_role.decide(now) + self.stall_notes.note(self.leadership.stall, now)
+        commands += leader_role.decide(now) + self.judge.notes.note(self.leadership.stall, now)
         if self.leadership.resigns:
             return commands + leader_role.resign(now)
         if self.leadership.dismissed:
@@ -423,6 +430,7 @@ class PeerMachine:
         """An agreed view takes effect on each part of this peer."""
         before = self.view
         self.roster.adopt(view)
+        self.judge.on_view(before, view, now)
         self.trainer.leader = self.server.leader = self.register.leader
         commands: list[Command] = []
         if self.register.leading:

@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.core.consensus import certificates
+from shoal.core.member.judge import EVICTS
 from shoal.core.peer import PeerMachine
 from shoal.kept import Kept
 from shoal.sim import signatures
@@ -29,7 +30,7 @@ Who = tuple[int, int]  # a process: key, incarnation
 class Mask(Protocol):
     """Changes what a hostile process sends; None: the message is withheld."""
 
-    def sends(self, message: m.Message, values: Values) -> tuple[m.Message, Values] | None: ...
+    def sends(self, target: m.Peer, message: m.Message, values: Values) -> tuple[m.Message, Values] | None: ...
 
 
 class Host(Protocol):
@@ -265,7 +266,7 @@ class Node:
         if self.mask is not None:
             if type(message) is m.Round:  # a hostile leader's round says whose chunks go to whom
                 context.watch.sent(self.name, command.peer, message)
-            changed = self.mask.sends(message, values)
+            changed = self.mask.sends(command.peer, message, values)
             if changed is not None:  # it signs like anybody else, with its own key
                 sealed = self._sealed(command.peer, changed[0])
                 self.host.carry(self.name, command.peer, sealed, changed[1], honest=False)
@@ -336,6 +337,8 @@ class Node:
     def _note(self, command: m.Note) -> None:
         if command.kind == "audit" and self.context.watch.trusting:
             self._report("audited", f"nobody lies, and an audit says: {command.text}")
+        if command.kind == "refused" and self.context.watch.trusting and EVICTS not in command.text:
+            self._report("refused", f"nobody lies, and a view is refused: {command.text}")
         if command.kind == "checkpoint" and self.mask is None:
             self.context.watch.durability.reported(self.name, command.text)
         if self.context.notes is not None:

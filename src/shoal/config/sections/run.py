@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from msgspec import Meta
 from shoal.config.section import DAY_S, MOST_BYTES, Section, without_effect
 
 Seat = Annotated[int, Meta(ge=0, le=4095)]
+LEAST_BOUNDED, MOST_BOUNDED = 3, 16  # replicas of a stage whose parts can be bounded (core/allreduce/bounds.py)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -109,6 +111,13 @@ class Run(Section, frozen=True):
             " two or more; 0 audits none.",
         ),
     ] = 0.0
+    robust: Annotated[
+        Literal["none", "clip"],
+        Meta(
+            description="A replica's part of a stage's gradient counts as it is, or (clip) up to 1.5 times the length that parts usually"
+            " have."
+        ),
+    ] = "none"
     trace_bytes: Annotated[
         int,
         Meta(ge=0, le=MOST_BYTES, description="Each peer's trace takes at most this much disk; 0 writes no trace."),
@@ -192,7 +201,31 @@ def problems(run: Run) -> Iterator[str]:
         yield from without_effect(
             run, "run", ["lost_stage_wait_s"], "with run.lost_stage = 'wait' the run waits without end"
         )
+    if run.robust != "none":
+        yield from _robust_problems(run)
     yield from _plan_problems(run)
+
+
+def _robust_problems(run: Run) -> Iterator[str]:
+    """The length that parts usually have is a median, and it is the owners of chunks who say how long each is."""
+    if run.peers < LEAST_BOUNDED * run.stages:
+        yield (
+            f"run.robust = {run.robust!r} compares {LEAST_BOUNDED} replicas or more of each stage, and run.peers = {run.peers} are"
+            f" {run.peers // run.stages} for each of run.stages = {run.stages}; try run.peers={LEAST_BOUNDED * run.stages}"
+            " or run.robust=none"
+        )
+    if run.peers > MOST_BOUNDED * run.stages:
+        yield (
+            f"run.robust = {run.robust!r} bounds the parts of {MOST_BOUNDED} replicas of a stage at most, and run.peers = {run.peers}"
+            f" are more for each of run.stages = {run.stages}; try run.robust=none"
+        )
+    placed = Counter(run.placement.values())
+    few = [stage for stage in range(run.stages) if placed and placed[stage] < LEAST_BOUNDED]
+    if few:
+        yield (
+            f"run.robust = {run.robust!r} compares {LEAST_BOUNDED} replicas or more of each stage, and run.placement gives stage"
+            f" {few[0]} only {placed[few[0]]}; try another plan or run.robust=none"
+        )
 
 
 def _plan_problems(run: Run) -> Iterator[str]:

@@ -130,9 +130,7 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
         yield from without_effect(train, "train", ["final_ratio"], why)
     if train.staleness and train.local_steps > 1:
         yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
-    if run.spot_checks and (train.staleness or train.local_steps > 1):
-        what = "train.staleness = 1" if train.staleness else f"train.local_steps = {train.local_steps}"
-        yield f"run.spot_checks audits steps before they are committed, which {what} does not allow; try run.spot_checks=0"
+    yield from _check_problems(train, run)
     if train.moments == "8bit" and run.lost_stage == "neighbours":
         yield "run.lost_stage = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost_stage=checkpoint"
     if train.local_steps > 1:
@@ -140,6 +138,16 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
     elif "local_steps" not in plan.allow:  # else the planner may choose them, and what they need stands ready
         ignored = ["local_batch", "local_warmup", "outer_learning_rate", "outer_momentum"]
         yield from without_effect(train, "train", ignored, "train.local_steps = 1 makes no local steps")
+
+
+def _check_problems(train: Train, run: Run) -> Iterator[str]:
+    """Of what checks and bounds gradients."""
+    if run.spot_checks and (train.staleness or train.local_steps > 1):
+        what = "train.staleness = 1" if train.staleness else f"train.local_steps = {train.local_steps}"
+        yield f"run.spot_checks audits steps before they are committed, which {what} does not allow; try run.spot_checks=0"
+    if run.robust != "none" and train.local_steps > 1:
+        what = f"which train.local_steps = {train.local_steps} has none of"
+        yield f"run.robust = {run.robust!r} compares gradients of microbatches, {what}; try run.robust=none"
 
 
 def _local_problems(train: Train, run: Run) -> Iterator[str]:

@@ -11,9 +11,8 @@ meanwhile. So a round here is my stage's exchange, and its number is Round.round
 In a group of one row the owner of a chunk adds what all replicas send, and sends the sum to all. Of several rows the owner of a row's
 chunk adds what its row sends, cuts that sum and sends it to those who add up the rows; the sum that it receives it sends to its row.
 
-A large gradient goes piece by piece: a replica cuts the next one when it has gathered this one. No replica is further than one piece
-ahead of another, since every sum of a piece needs a ReduceChunk of each, sent when the piece before was gathered. So what a replica
-may still ask for is a sum of the piece before, and a chunk that is early belongs to the next piece.
+A large gradient goes piece by piece. No replica is further than one piece ahead of another, since every sum needs a ReduceChunk of each,
+sent when the piece before was gathered: it may still ask for a sum of that one, and a chunk that is early belongs to the next.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from shoal.core.allreduce.bounds import allowed
 from shoal.core.allreduce.checked import SumChecks, SummedChunk
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
@@ -82,7 +82,7 @@ class Rounds:
         self._newest = -1  # the highest round of this step that I began or refused
         self._reason = ""  # why I am not in that round (any more)
         self._early = EarlyChunks()
-        self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: its inputs, outputs
+        self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: inputs, outputs
         self._times = RoundTimes(settings.heartbeat_s, settings.min_request_timeout_s)
 
     @property
@@ -179,6 +179,10 @@ class Rounds:
         commands = self._early.keep_senders(self._serves)
         lost = fenced(self._current.message, view, (self._stage,)) if self._current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
+
+    @property
+    def shares(self) -> tuple[Share, ...]:  # of my stage, in the round under way
+        return self._current.message.groups[self._stage] if self._current is not None else ()
 
     def holds(self, last: Committed) -> bool:
         """Whether the reduced gradient held here is the one that was committed."""
@@ -294,8 +298,7 @@ class Rounds:
         return self._report_missing(current, now)
 
     def on_unreachable(self, peer: Peer) -> None:
-        """What was on its way there is lost."""
-        if self._current is not None:
+        if self._current is not None:  # what was on its way there is lost
             self._current.copies.keep(lambda chunk: chunk[0] != peer)
 
     # ---------------------------------------------------------------------------------------------------------- tasks
@@ -342,8 +345,9 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends)
-        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs))
+        outs, view = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends), self._replica.view
+        most = allowed(view, self._stage, current.message, self._name, self._settings)
+        return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs, most))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
         group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 TERMS = 16  # by which a claim raises the term in a beat: claims cannot use terms up; an honest peer is rarely further behind
 CLAIMS = 2  # voters that must claim a higher term, where there are so many, before a leader stands down
+DOUBT, GROWS, DOUBTED = (
+    8.0,
+    4.0,
+    3,
+)  # heartbeat timeouts for which a leader is doubted, times so much at each further one
 PAUSES = 8  # doublings of the time before claims can make a leader stand down again
 
 
@@ -38,14 +43,27 @@ class ElectionRole(Enum):
 
 
 class Claims:
-    """Claims of voters that the term is higher than here, and which of them count."""
+    """Claims of voters that the term is higher than here, and which of them count; leaders that this peer doubts."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._raised_at = float("-inf")  # when a claim last raised the term
         self._claimed_at: dict[str, float] = {}  # leader: when the peer of each key last claimed a higher term
+        self._doubts: dict[
+            str, tuple[int, float]
+        ] = {}  # of each leader's key: how often it was doubted, and until when
         # How often claims deposed this leader; not again before
         self._stood_down: tuple[int, float] = 0, float("-inf")
+
+    def doubt(self, peer: Peer, now: float) -> None:
+        times = min(self._doubts.get(key_of(peer), (0, now))[0], DOUBTED)
+        self._doubts[key_of(peer)] = times + 1, now + DOUBT * self._settings.heartbeat_timeout_s * GROWS**times
+
+    def believe(self, peer: Peer) -> None:
+        self._doubts.pop(key_of(peer), None)
+
+    def doubted(self, peer: Peer, now: float) -> bool:
+        return bool(self._doubts) and now < self._doubts.get(key_of(peer), (0, now))[1]
 
     def count(self, peer: Peer, voters: int, leading: bool, now: float) -> bool:
         """Whether the claim of `peer` takes effect now. `voters`: how many others a leader has."""
@@ -155,6 +173,8 @@ class Election:
         last = rank(accepted) if accepted is not None else (0, 0)
         current = (request.last_term, request.last_number) >= last
         contact = self.leading or now - self.heard_leader_at < self._settings.heartbeat_timeout_s * 0.5
+        contact = contact and (self.leader is None or not self.distrusts(self.leader, now))
+        current = current and not self.distrusts(peer, now)
         commands += [Send(peer, one) for one in self._views.certified(request.last_number)]
         if request.trial:
             granted = current and not contact and request.term >= self.term
@@ -176,8 +196,7 @@ class Election:
 
     def follow(self, peer: Peer, term: int, votes: tuple[Signed, ...], now: float) -> bool:
         """Follow `peer` as the leader of `term`. False if that term is over or nothing proves that it was elected."""
-        back = term < self.term and not self.leading and self._pledged <= term  # no peer relies on the term held here
-        if (term < self.term and not back) or (term == self.term and self.leading):
+        if (term < self.term and not self._returns(peer, term, now)) or (term == self.term and self.leading):
             return False
         if self.proven != (term, peer):
             newer, agreed = self.proven is not None and self.proven[0] > term, self._views.view
@@ -187,8 +206,26 @@ class Election:
         if term != self.term:
             self.term, self.voted = term, self._cast[1] if self._cast is not None and self._cast[0] == term else None
         self.role, self.leader, self.heard_leader_at = ElectionRole.FOLLOWER, peer, now
-        self.rearm(now)
+        if not self.distrusts(peer, now):
+            self.rearm(now)
         return True
+
+    def _returns(self, peer: Peer, term: int, now: float) -> bool:
+        """No peer relies on the term held here, and it was not raised to have another than `peer` elected."""
+        replaces = self.role is ElectionRole.CANDIDATE and self.distrusts(peer, now)
+        return not self.leading and self._pledged <= term and not replaces
+
+    def distrust(self, peer: Peer, now: float) -> None:
+        """Another than that leader should lead (core/member/judge.py): it has not my vote for a while, longer each time."""
+        self._claims.doubt(peer, now)
+        soon = now + self._settings.heartbeat_timeout_s * 0.1 * self._rng.random()
+        self.election_at = min(self.election_at or soon, soon)
+
+    def trust(self, peer: Peer) -> None:
+        self._claims.believe(peer)
+
+    def distrusts(self, peer: Peer, now: float) -> bool:
+        return self._claims.doubted(peer, now)
 
     def pledge(self) -> None:
         """A proposal of this term was accepted."""

@@ -73,6 +73,7 @@ def decide(
         saved=saved,
         evicted=newest.evicted,
         undoing=newest.undoing,
+        part_norms=newest.part_norms,
         founder=newest.founder,
         reason=f"the operator has given up {len(listed) - len(here)} of {len(listed)} peers: {len(here)} go on from step "
         f"{newest.step} back at the state of step {saved}",

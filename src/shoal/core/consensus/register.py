@@ -16,6 +16,7 @@ core/leader.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.agreed import AgreedViews, rank
@@ -52,6 +53,7 @@ class Register:
         self.name, self.settings = name, settings
         self.views = AgreedViews(name)
         self.election = Election(name, settings, rng, self.views)
+        self.judge: Callable[[Peer, View, View, float], str] = lambda *_: ""  # why I do not accept a leader's next view
         self.replication = Replication(name, settings, self.views, self.election)
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -201,7 +203,7 @@ class Register:
         elif view.number != agreed.number + 1 or entry.before != agreed.voters:
             return []  # a view is missing here, as the next heartbeat shows the leader
         else:
-            wrong = flaw(agreed, view, self.settings)
+            wrong = flaw(agreed, view, self.settings) or self.judge(peer, agreed, view, now)
             if wrong:
                 return [Note("refused", f"{peer} proposes a view that cannot follow: {wrong}")]
         if self.accepted is None or rank(entry) > rank(self.accepted):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from shoal.core.allreduce import bounds
 from shoal.core.consensus.phases import misplaced, transition
 from shoal.core.messages import Committed, HeldOut, Phase, Rewards, Settings, Undoing, View
 from shoal.core.names import invite_of, limit_of
@@ -132,7 +133,7 @@ def _step(before: View, view: View, settings: Settings) -> str:
     if transition(before, view) is None:
         epoch = " of a new epoch" if view.epoch > before.epoch else ""
         return f"{view.phase.value} at step {view.step}{epoch} after {before.phase.value} at step {before.step}"
-    if wrong := _undone(before, view):
+    if wrong := _counted(before, view, settings):
         return wrong
     if view.epoch > before.epoch:
         return ""
@@ -153,6 +154,15 @@ def _undone(before: View, view: View) -> str:
     if (new.times, new.steps, new.epoch) == (old.times + 1, old.steps + back, view.epoch) and view.epoch > before.epoch:
         return ""
     return f"{new.steps} steps undone in {new.times} times after {old.steps} in {old.times}, from step {before.step} to {view.step}"
+
+
+def _counted(before: View, view: View, settings: Settings) -> str:
+    return _undone(before, view) or _parts(before, view, settings)
+
+
+def _parts(before: View, view: View, settings: Settings) -> str:
+    commits = view.epoch == before.epoch and view.step > before.step and view.last is not None and not view.last.skipped
+    return bounds.flaw(before.part_norms, view.part_norms, commits, settings)
 
 
 def _commit(before: View, last: Committed, settings: Settings) -> str:

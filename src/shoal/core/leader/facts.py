@@ -49,6 +49,7 @@ from shoal.core.names import key_of
 from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 5  # rounds of one step that a peer may give up,
+QUIET_BEATS = 3  # after which a peer is silent, and not one that answers nobody
 GIVEN_UP = 3  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 NEAR, NEAR_BEATS = 2, 4  # steps that a joiner may be behind for the others to wait for it, or as many as take so long
@@ -280,7 +281,7 @@ class Facts:
             case Leave() if peer not in self.requests.leaves:
                 self._on_leave(peer, message, now)
             case Complaint():
-                self._on_complaint(peer, message)
+                self._on_complaint(peer, message, now)
             case LoadFailed():
                 self._on_load_failed(peer, message)
             case NonFinite():
@@ -339,8 +340,8 @@ class Facts:
                     self.convict((peer, wrong))
                 self.changed |= ledger.whole
 
-    def _on_complaint(self, peer: Peer, complaint: Complaint) -> None:
-        """`unreachable`: a link may be to blame, so a stage's last replica stays."""
+    def _on_complaint(self, peer: Peer, complaint: Complaint, now: float) -> None:
+        """`unreachable`: a link may be to blame, so a stage's last replica stays; whom I do not hear either is only silent."""
         about, reason = complaint.about, complaint.reason
         if complaint.kind == "stale":
             if about == peer:
@@ -349,8 +350,11 @@ class Facts:
         stage = self.serving.get(about)
         if stage is None or peer not in self.serving:
             return
-        if complaint.kind == "unreachable" and sum(other == stage for other in self.serving.values()) < 2:
-            return
+        if complaint.kind == "unreachable":
+            quiet_s = now - self.received_at.get(about, now) if about in self.heartbeats else math.inf
+            alone = sum(other == stage for other in self.serving.values()) < 2
+            if alone or (about != self.name and quiet_s > QUIET_BEATS * self.settings.heartbeat_s):
+                return
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 
     def _on_load_failed(self, peer: Peer, message: LoadFailed) -> None:

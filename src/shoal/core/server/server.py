@@ -22,6 +22,7 @@ from shoal.core.messages import (
     BoundaryTensor,
     Cancel,
     Command,
+    Committed,
     Do,
     Done,
     Failed,
@@ -172,6 +173,10 @@ class Server:
     def unfit(self) -> str:
         """Why the state held here is not what the run agreed on; '' while it is."""
         return self._replica.unfit
+
+    def vouches(self, last: Committed) -> bool:
+        """I have reported the gradient of my stage that this commits, of the same microbatches."""
+        return self._rounds.holds(last) and self._rounds.shares == last.groups[self.stage]
 
     @property
     def kept_bytes(self) -> int:

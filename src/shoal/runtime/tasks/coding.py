@@ -88,12 +88,21 @@ class Averaging:
         self._residual: torch.Tensor | None = None  # of the applied steps
         self._cut: _Cut | None = None
 
-    def parts(self, piece: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...], length: int = 0) -> list[Held]:
-        """`piece` fp32, a copy of values bounds[0] to bounds[-1] of the step's sum, cut at `bounds` into blobs to be named
-        `outs`. `length`: of the sum, where the piece is not all of it. Pieces come in order."""
-        low, high, length = bounds[0], bounds[-1], length or bounds[-1]
+    def fed_back_(self, piece: torch.Tensor, low: int) -> torch.Tensor:
+        """`piece` fp32, a copy of values of the step's sum from `low` on, with what encoding has lost before."""
         if self._residual is not None:
-            piece += self._residual[low:high]
+            piece += self._residual[low : low + len(piece)]
+        return piece
+
+    def parts(
+        self, piece: torch.Tensor, bounds: tuple[int, ...], outs: tuple[str, ...], length: int = 0, scale: float = 1.0
+    ) -> list[Held]:
+        """`piece` fp32, a copy of values bounds[0] to bounds[-1] of the step's sum, cut at `bounds` into blobs to be named
+        `outs`. `length`: of the sum, where the piece is not all of it; `scale`: by which all is shortened. Pieces come in order."""
+        low, high, length = bounds[0], bounds[-1], length or bounds[-1]
+        self.fed_back_(piece, low)
+        if scale != 1.0:
+            piece *= scale
         slices = [piece[start - low : end - low] for start, end in pairwise(bounds)]
         whole = high - low == length
         if low == 0 or self._cut is None:

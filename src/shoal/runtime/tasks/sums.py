@@ -36,6 +36,7 @@ class Sums:
         self.averaging = Averaging(config)
         self.audit = Audit(config)
         self.reduced: dict[tuple[int, int], Gathered] = {}  # by step and round
+        self._scale = 1.0  # of what is cut in the present round (core/allreduce/bounds.py)
         # Key of the round, values so far, target
         self._gathering: tuple[tuple[int, int], int, torch.Tensor] | None = None
 
@@ -45,7 +46,18 @@ class Sums:
         if len(bounds) != len(task.outs) + 1 or list(bounds) != sorted(bounds) or bounds[-1] > executor.length:
             raise ValueError(f"bounds {bounds} do not cut {executor.length} values into {len(task.outs)}")
         contribution = executor.contribution(bounds[0], bounds[-1])
-        return self.averaging.parts(contribution, bounds, task.outs, executor.length)
+        if bounds[0] == 0:
+            self._scale = self._shortening(task.longest, bounds[-1], executor) if task.longest is not None else 1.0
+        return self.averaging.parts(contribution, bounds, task.outs, executor.length, self._scale)
+
+    def _shortening(self, longest: float, step: int, executor: Executor) -> float:
+        """What makes all that this replica brings as short as it has to be; looked at in pieces of `step` values."""
+        squares = list[float]()
+        for start in range(0, executor.length, step):
+            piece = executor.contribution(start, min(start + step, executor.length))
+            squares.append(norm_sq(self.averaging.fed_back_(piece, start)))
+        norm = math.sqrt(math.fsum(squares))
+        return longest / norm if norm > longest else 1.0
 
     def add_row(self, task: AddRow, parts: list[torch.Tensor]) -> list[Held]:
         total, bounds = add_up(parts), task.bounds

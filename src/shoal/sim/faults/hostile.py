@@ -7,15 +7,19 @@ from typing import Literal
 
 import msgspec
 
-Role = Literal["outsider", "joiner", "member", "hole"]
+Role = Literal["outsider", "joiner", "member", "hole", "leader"]
 
 REPEATED = ("fuzz", "coup", "complain", "culprit", "saved")  # acts that need no machine of their own
 # Of results: others leave than were made; they are invented, and believed; a sum is not that of its gradients; nothing is computed
 MADE_UP = ("noise", "invent", "poison", "lazy")
+LONG = "long"  # its part of a sum is too long, for a run that bounds parts
 REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member alone
+# Of who leads: it never goes on, says different things to different members, evicts whom it likes, books for itself what others computed,
+# owns all microbatches itself, commits what nobody reported, goes back to a checkpoint again and again
+LEADS = ("stall", "fork", "purge", "pad", "hoard", "forge", "rewind")
 MASKED = (
     "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
-    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong", *MADE_UP,
+    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong", LONG, *MADE_UP,
 )  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {

@@ -23,6 +23,7 @@ from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
 from shoal.sim.faults.hostile import REPEATED, REPORTS, Hostile
+from shoal.sim.faults.leading import LyingLeader
 from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, unasked
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
@@ -35,11 +36,12 @@ Sent = tuple[m.Message, tuple[Blob, ...]]
 
 FUZZ_S, BURST = 0.5, 8  # every so often so many attacks with messages of one type
 NAG_S = 0.25  # between two messages of those who do one thing again and again
+PURGE = 0.1  # of these times a leader that evicts whom it likes does so
 ABSENT_S = 5.0  # until somebody whose process does not live tries again
 # Never reach a machine, or only with the operator's signature
 # By what messages it shows that something is computed wrongly
 SHOWS: dict[str, type[m.Message]] = {
-    "wrong": m.GatherChunk, "invent": m.BoundaryTensor, "poison": m.Gradient, "lazy": m.Gradient
+    "wrong": m.GatherChunk, "invent": m.BoundaryTensor, "poison": m.Gradient, "lazy": m.Gradient, "long": m.Gradient
 }  # fmt: skip
 BY_DRIVER = m.Override, m.Ping, m.Pong, m.Measure, m.Measured
 FUZZED = tuple(kind for kind in edges.KINDS if kind not in BY_DRIVER)
@@ -63,6 +65,7 @@ class Strangers:
         self._loops: dict[str, Callable[[Hostile, m.Peer], Iterator[tuple[m.Peer, m.Message]]]] = {
             "fuzz": self._fuzz,
             "coup": self._coup,
+            "purge": self._purge,
             **{act: partial(self._unasked, act) for act in (*REPEATED[2:], *REPORTS)},
         }
 
@@ -123,7 +126,7 @@ class Strangers:
         if node is None and one.role != "outsider":
             context.kernel.after(ABSENT_S, self._nag, given)
             return
-        if node is None or not node.machine.leading:
+        if node is None or not node.machine.leading or one.role == "leader":
             for to, message in self._loops[act](one, name):
                 self.context.count(act)
                 inside = any(member.peer == name for member in self._view().members)
@@ -167,6 +170,17 @@ class Strangers:
         if self.context.notes is not None:
             self.context.note(f"{name:6} attacks {to} with {attack!r:.150}")
         yield to, attack
+
+    def counted(self, act: str) -> None:
+        self.context.count(act)
+
+    def _purge(self, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
+        """While it leads it convicts somebody honest now and then. Nothing is sent for that but the next view."""
+        node, someone = self.processes.nodes.get(name), self._someone()
+        if node is not None and node.machine.leading and self.rng.random() < PURGE:
+            node.machine.leadership.facts.convict((someone, "is guilty, says its leader"))
+            self.context.count("purge")
+        yield from ()
 
     def _unasked(self, act: str, one: Hostile, name: m.Peer) -> Iterator[tuple[m.Peer, m.Message]]:
         rounds, stages = self.context.watch.rounds.newest, self.context.settings.stages
@@ -275,11 +289,17 @@ class HostileMask:
         self.strangers, self.one, self.node = strangers, one, node
         books = strangers.rng.choice(BOOKS)
         self._sent = 0
+        self._leads = LyingLeader(
+            one.acts, node.machine, lambda: bool(strangers.acting.get(one.key)), strangers.counted
+        )
         self._lies = Lies[Blob](node.name, strangers.context.settings, strangers._view, _heavy, books)
 
-    def sends(self, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
+    def sends(self, target: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """What leaves instead; None: nothing."""
         strangers, node = self.strangers, self.node
+        if self.one.role == "leader":
+            changed = self._leads.sends(target, message)
+            return None if changed is None else (changed, values)
         acts = bool(strangers.acting.get(self.one.key)) and not node.machine.leading and strangers.beside(node)
         self._compute_wrongly(acts)
         if not acts:
@@ -299,8 +319,8 @@ class HostileMask:
     def _compute_wrongly(self, acts: bool) -> None:
         oddities = self.node.runner.oddities
         self.node.runner.rounds.wrong = acts and "wrong" in self.one.acts
-        oddities.invents, oddities.poisons, oddities.idles = (
-            acts and act in self.one.acts for act in ("invent", "poison", "lazy")
+        oddities.invents, oddities.poisons, oddities.idles, oddities.overweighs = (
+            acts and act in self.one.acts for act in ("invent", "poison", "lazy", "long")
         )
 
     def _count(self, act: str) -> None:

@@ -63,6 +63,7 @@ def draw(scenario: Scenario, seed: int) -> Case:
         undo="checkpoint",
         probation=scenario.probation,
         spot_checks=audited,
+        robust=Random(f"{scenario.name}/{seed}/robust").choice(("none", "clip")),
     )
     disks = Random(f"{scenario.name}/{seed}/places")
     places = disks.randint(*scenario.places)

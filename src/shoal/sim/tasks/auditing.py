@@ -50,4 +50,5 @@ class Audit:
 
     def end(self, task: m.EndAudit, rounding: float) -> m.Result:
         added, self._added = self._added, []
-        return m.Result(sketches=(sketch_of_all(added, rounding),) * len(task.digests))
+        cuts = zip(task.bounds[:-1], task.bounds[1:], strict=True) if task.digests else ()
+        return m.Result(sketches=tuple(sketch_of_all(added, rounding, high - low) for low, high in cuts))

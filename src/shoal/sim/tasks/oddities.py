@@ -14,7 +14,13 @@ class Oddities(msgspec.Struct):
     rounding: float = 0.0  # of the norm, by which its results differ
     invents: bool = False  # the results of its hops are invented
     poisons: bool = False  # what it adds to its sum is not what its backwards make; all that it sends is
+    overweighs: bool = False  # what it adds to its sum counts LONG_TIMES as much
     idles: bool = False  # its backwards do nothing: they add nothing, send zeros, and have always the same loss
+
+    @property
+    def adds(self) -> str:
+        """What it adds instead of its gradients; '' if those."""
+        return NOTHING if self.idles else LONG if self.overweighs else "poison" if self.poisons else ""
 
 
 def noisy(blob: Blob, noise: str) -> Blob:
@@ -22,6 +28,7 @@ def noisy(blob: Blob, noise: str) -> Blob:
     return (*blob[:5], noise)
 
 
+LONG, LONG_TIMES = "long", 100.0  # noise: what was added, so many times
 NOTHING = "nothing"  # noise: zeros
 LOSS = 2.5  # of who computes none
 

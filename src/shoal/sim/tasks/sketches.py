@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shoal.core import messages as m
+from shoal.sim.tasks.oddities import LONG, LONG_TIMES
 from shoal.sim.tasks.storage import Blob, short
 
 
@@ -26,21 +27,25 @@ def checks_of(sums: Sequence[Blob], parts: Sequence[Blob], own: Sequence[str]) -
 
 def sketch_of(part: Blob) -> m.Sketch:
     """Each thing that was added is a number of its own, and they add up."""
-    return sketch_of_all(part[4]) if part[:1] == ("part",) else m.Sketch()
+    return sketch_of_all(part[4], values=part[3] - part[2]) if part[:1] == ("part",) else m.Sketch()
 
 
-def sketch_of_all(added: Sequence[Blob], rounding: float = 0.0) -> m.Sketch:
-    """Of what was added; `rounding`: by which it is off, as a share."""
+def sketch_of_all(added: Sequence[Blob], rounding: float = 0.0, values: int = 1) -> m.Sketch:
+    """Of what was added to so many values, each of norm 1; `rounding`: by which it is off, as a share."""
+    factor = (1.0 + rounding) * math.sqrt(values)
     a, b, c, d = (
-        (math.fsum(numbers) * (1.0 + rounding) for numbers in zip(*map(_numbers, added), strict=True))
-        if added
-        else (0.0,) * 4
+        (math.fsum(numbers) * factor for numbers in zip(*map(_numbers, added), strict=True)) if added else (0.0,) * 4
     )
-    return m.Sketch((a, b, c, d), float(len(added)))
+    return m.Sketch((a, b, c, d), math.fsum(_times(one) ** 2 for one in added) * values)
 
 
 @lru_cache(1 << 16)
 def _numbers(one: Blob) -> tuple[float, ...]:
     """Products of a vector of norm 1 with four vectors of signs: normal, as sums of uniform numbers are."""
     bits = hashlib.sha256(repr(one).encode()).digest()
-    return tuple(sum(byte / 255.0 - 0.5 for byte in bits[8 * at : 8 * at + 8]) / (8 / 12) ** 0.5 for at in range(4))
+    times = _times(one) / (8 / 12) ** 0.5
+    return tuple(sum(byte / 255.0 - 0.5 for byte in bits[8 * at : 8 * at + 8]) * times for at in range(4))
+
+
+def _times(one: Blob) -> float:
+    return LONG_TIMES if one[5:] == (LONG,) else 1.0

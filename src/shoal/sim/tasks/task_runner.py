@@ -272,8 +272,8 @@ class TaskRunner:
             return self.world.measured(task.step, task.index)
         if self.world.listed:
             entry = entry_of(task, x, used, inputs[1:])
-            if self.oddities.poisons or self.oddities.idles:
-                entry = (*entry[:5], NOTHING if self.oddities.idles else "poison")
+            if instead := self.oddities.adds:
+                entry = (*entry[:5], instead)
             self.sums.setdefault(task.step, []).append(entry)
         if task.out:
             noise = self._noise(task, x, *inputs[1:])

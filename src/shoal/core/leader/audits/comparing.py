@@ -43,7 +43,7 @@ class Participant(msgspec.Struct, frozen=True):
 class Case(msgspec.Struct, frozen=True):
     """What is known of a step when its sums are made. `gone`: who has left in it; `norms`: of each stage's sum in the step before,
     squared; `rates`: microbatches per second, as
-    the peers say."""
+    the peers say; `longest`: to which norm a replica has to shorten its part, if it has to."""
 
     round: Round
     stages: int
@@ -53,6 +53,7 @@ class Case(msgspec.Struct, frozen=True):
     gone: frozenset[Peer]
     norms: tuple[float, ...]
     rates: Mapping[Peer, float]
+    longest: Mapping[Peer, float] = {}
 
     @property
     def who(self) -> dict[Peer, Participant]:
@@ -183,7 +184,8 @@ def difference(
         if one.stage == case.last and not _near(hop, losses.get(hop.index), tolerance):
             return f"its loss of microbatch {hop.index} is {losses.get(hop.index)}, not {hop.loss}"
     parts = parts_of(of, case)
-    apart = distance(result.parts, parts) if parts and result.parts else 0.0
+    own = shortened(result.parts, case.longest.get(of))
+    apart = distance(own, parts) if parts and own else 0.0
     if apart <= part_tolerance + encoded(of, parts, case):
         return ""
     return f"what it has brought into the round differs by {apart:.2g} of its norm from the gradients of its hops"
@@ -203,6 +205,20 @@ def parts_of(peer: Peer, case: Case) -> list[Sketch]:
             return []
         parts.append(sums[place].parts[one.place])
     return parts
+
+
+def shortened(parts: Sequence[Sketch], longest: float | None) -> Sequence[Sketch]:
+    """As a replica whose gradient that is has to bring them."""
+    norm = math.sqrt(sum(max(0.0, one.norm_sq) for one in parts))
+    if longest is None or not norm > longest:
+        return parts
+    scale = longest / norm
+    return [scaled(one, scale) for one in parts]
+
+
+def scaled(one: Sketch, scale: float) -> Sketch:
+    a, b, c, d = one.products
+    return Sketch((a * scale, b * scale, c * scale, d * scale), one.norm_sq * scale**2)
 
 
 def encoded(peer: Peer, parts: Sequence[Sketch], case: Case) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from shoal.core.allreduce.bounds import following, longest, too_long
 from shoal.core.allreduce.checked import WrongSums, wrong_sums
 from shoal.core.consensus.phases import ended
 from shoal.core.consensus.validity import measured
@@ -43,6 +44,9 @@ def disputes(view: View, facts: Facts, settings: Settings, now: float) -> Iterab
         wrong = wrong_sums(peers, current.reduced, settings.averaging_error)
         if wrong is not None:
             return (wrong,)
+        guilty = too_long(view.part_norms, stage, group, current.reduced, settings)
+        if guilty:
+            return (WrongSums(guilty),)
         by_digest: dict[str, list[Peer]] = {}
         for peer in peers:
             by_digest.setdefault(current.reduced[peer].digest, []).append(peer)
@@ -73,6 +77,12 @@ def auditable(view: View, facts: Facts, settings: Settings, now: float) -> Itera
             gone,
             facts.history.norms,
             rates,
+            {
+                share.peer: most
+                for stage, group in enumerate(current.message.groups)
+                for share in group
+                if (most := longest(view.part_norms, stage, group, share, settings)) is not None
+            },
         ),
     )
 
@@ -127,7 +137,9 @@ def commit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     if last.heldout is not None:
         outcome += f", held-out loss {last.heldout:.4f} before it"
     proposal = next_step(view, last, outcome, facts, settings, now)
-    return msgspec.structs.replace(proposal, norms=norms)
+    part_norms = following(view.part_norms, groups, current.reduced, settings)
+    after = msgspec.structs.replace(proposal.view, part_norms=part_norms)
+    return msgspec.structs.replace(proposal, norms=norms, view=after)
 
 
 def saves(step: int, settings: Settings) -> bool:
