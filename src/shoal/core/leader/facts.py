@@ -138,7 +138,12 @@ class Facts:
             return False
         differ = False
         for peer, other in self.heartbeats.items():
-            if other.digest and other.step == view.step and other.epoch == view.epoch and serving.get(peer) == member.stage:
+            if (
+                other.digest
+                and other.step == view.step
+                and other.epoch == view.epoch
+                and serving.get(peer) == member.stage
+            ):
                 if other.digest == own:
                     return False
                 differ = True
