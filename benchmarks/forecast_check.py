@@ -188,7 +188,7 @@ def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> floa
     while run.progress.step < steps:
         run.play(horizon_s, steps=steps)
         horizon_s *= 2
-    return run.progress.began_s
+    return float(run.progress.began_s)
 
 
 def main() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -127,6 +129,12 @@ def test_what_would_take_too_long_is_refused_with_how_long(
     assert "--exact: 9 seeds of 8000 hours would take about" in said and "no --exact" in said
 
 
+def ended(run: ExactRun | Run, steps: int) -> list[float]:
+    """When each of so many steps was done, or only the last one."""
+    run.play(math.inf, steps=steps)
+    return run.watch.commits.times_s if isinstance(run, ExactRun) else [run.now]
+
+
 @pytest.mark.parametrize("moment", [0.5, 0.95])
 def test_a_death_costs_what_it_costs_by_message(moment: float) -> None:
     """While microbatches are computed, and after the last of them, when the round has not begun: with 100 ms between machines, what it
@@ -136,15 +144,15 @@ def test_a_death_costs_what_it_costs_by_message(moment: float) -> None:
     step = Played(job)(np.array(job.stage_of))
     assert step is not None
     lost_s = []
-    for run in (ExactRun(job, always(6), 0.0, 0), Run(job, Played(job), always(6), 0.0)):
-        run.play(math.inf, steps=3)
-        began_s = run.watch.commits.times_s[-1] if isinstance(run, ExactRun) else run.now
-        changes = always(6, Presence(began_s + moment * step.microbatches_s, 5, False))
-        struck = type(run)(job, changes, 0.0, 0) if isinstance(run, ExactRun) else Run(job, Played(job), changes, 0.0)
-        struck.play(math.inf, steps=4)
-        ended_s = struck.watch.commits.times_s[-1] if isinstance(struck, ExactRun) else struck.now
-        lost_s.append(ended_s - began_s - step.step_s)
-    assert lost_s[1] == pytest.approx(lost_s[0], rel=0.25) and lost_s[1] > 3
+    for run in (
+        *(partial(ExactRun, start_s=0.0, seed=seed) for seed in range(3)),
+        partial(Run, model=Played(job), start_s=0.0),
+    ):
+        calm = [ended(run(job=job, presences=always(6)), steps)[-1] for steps in (3, 4)]
+        changes = always(6, Presence(calm[0] + moment * step.microbatches_s, 5, False))
+        lost_s.append(ended(run(job=job, presences=changes), 4)[-1] - calm[1])
+    *exact_s, forecast_s = lost_s  # by message from 4.6 to 5.4 s and from 6.0 to 7.3 s
+    assert forecast_s == pytest.approx(fmean(exact_s), rel=0.25) and forecast_s > 3
 
 
 class Counted(ExactRun):
@@ -172,7 +180,7 @@ def test_after_a_join_the_newcomer_gets_its_share_and_steps_are_as_short_as_befo
     began = min(step for step, peer in run.booked if peer == newcomer.peer)
     after = range(began + 1, 10)
     shares = [run.booked[step, newcomer.peer] for step in after]
-    assert len(shares) > 5 and all(abs(share - 12) <= 3 for share in shares), shares
+    assert len(shares) > 5 and all(abs(share - 12) <= 2 for share in shares), shares
     times_s = run.watch.commits.times_s
     steps_s = [times_s[step] - times_s[step - 1] for step in after]
-    assert max(steps_s) < 1.3 * min(steps_s), steps_s  # the first one after the join is the longest
+    assert max(steps_s) < 1.2 * min(steps_s), steps_s

@@ -19,7 +19,7 @@ from shoal.forecasting.crew import EVICTION_DELAYS, Crew
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines, grouped
-from shoal.forecasting.rates import Aggregated, Played, model_of
+from shoal.forecasting.rates import Aggregated, Played, measured, model_of
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
@@ -147,6 +147,32 @@ def test_sums_over_stages_are_near_what_is_played() -> None:
         one, other = played(composition), aggregated(composition)
         assert one is not None and other is not None
         assert other.step_s == pytest.approx(one.step_s, rel=0.15)
+
+
+def test_of_machines_with_unlike_lines_a_round_takes_what_the_run_measures_and_believes() -> None:
+    """One line is half as wide as the others: of even shares a round would wait for it."""
+    given = a_job(5, 1)
+    narrow = msgspec.structs.replace(given.machines.kinds[0], up_Bps=12.5e6, down_Bps=12.5e6)
+    machines = Machines((given.machines.kinds[0], narrow), (0, 0, 0, 0, 1), np.full((2, 2), 0.02), np.full((2, 2), 1e9))
+    seconds = {name: np.repeat(getattr(given, name), 2, axis=0) for name in ("forward_s", "backward_s")}
+    thick = msgspec.structs.replace(given.seats, gradient_bytes=(4e7,))
+    job = msgspec.structs.replace(given, machines=machines, seats=thick, **seconds)
+    assert measured(job.seats, job, machines.kind_of).line_rates == (25000, 25000, 25000, 25000, 12500)
+    step = Played(job)(np.array(job.stage_of))
+    even_s = 2 * 4e7 * 4 / 5 / 12.5e6
+    assert step is not None and step.averaging_s < 0.9 * even_s
+
+
+def test_sums_are_those_of_playing_where_all_or_half_of_the_planned_machines_are_there() -> None:
+    """Of one kind of machine, so that half of a stage passes half of it."""
+    job = a_job(16, 2)
+    sums = Aggregated(job)
+    for slots in (range(16), range(8)):
+        composition = np.full(16, -1)
+        composition[list(slots)] = np.array(job.stage_of)[list(slots)]
+        played, summed = Played(job)(composition), sums(composition)
+        assert played is not None and summed is not None
+        assert summed.microbatches_s == pytest.approx(played.microbatches_s, rel=0.02)
 
 
 def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:

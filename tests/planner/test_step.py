@@ -302,3 +302,15 @@ def test_what_is_in_flight_follows_bandwidth_and_delay(
     given = seats((0, 0, 1, 1, 2, 2), microbatches=96, inflight=fixed, **changes)
     by_itself = msgspec.structs.replace(given, inflight=0)
     assert predicted(given, lines(6, **line)).step_s > gain * predicted(by_itself, lines(6, **line)).step_s
+
+
+def test_a_gradient_leaves_before_tensors_that_wait_and_they_leave_later_by_its_time() -> None:
+    cluster = Cluster(
+        tuple(Device(name=name, flops=1.0, up_Bps=1e6, down_Bps=1e9) for name in "ab"),
+        np.zeros((2, 2)),
+        np.full((2, 2), 1e12),
+    )
+    lines = Lines(cluster)
+    assert [lines.leave(0, 1, 1e6, 0.0) for _ in range(2)] == pytest.approx([1.0, 2.0])
+    assert lines.leave(0, 1, 1e6, 0.5, first=True) == pytest.approx(1.5)
+    assert lines.leave(0, 1, 1e6, 0.6) == pytest.approx(4.0) and lines.free(0) == pytest.approx(4.0)

@@ -103,40 +103,44 @@ from shoal.core.transfer.transfer import StateTransfer
 if TYPE_CHECKING:
     from random import Random
 
-CONSENSUS = (Lead, Propose, Accept, VoteRequest, Vote)
-TRANSFER = (StateRequest, Offer, ChunkRequest, Chunk)
-TO_LEADER = (
-    Heartbeat,
-    Join,
-    Leave,
-    Complaint,
-    Reduced,
-    RoundFailed,
-    RoundWaits,
-    Booker,
-    LoadFailed,
-    NonFinite,
-    Saved,
-    Published,
-    AuditAnswer,
-    Recomputed,
+CONSENSUS = frozenset({Lead, Propose, Accept, VoteRequest, Vote})
+TRANSFER = frozenset({StateRequest, Offer, ChunkRequest, Chunk})
+TO_LEADER = frozenset(
+    {
+        Heartbeat,
+        Join,
+        Leave,
+        Complaint,
+        Reduced,
+        RoundFailed,
+        RoundWaits,
+        Booker,
+        LoadFailed,
+        NonFinite,
+        Saved,
+        Published,
+        AuditAnswer,
+        Recomputed,
+    }
 )
-ABOUT_RUN = (Dismissed, StandingRequest, Override, Redirect, JoinRefused)
-FROM_LEADER = (Round, SaveRequest, PublishRequest, CopyRequest, AuditRequest, RecomputeRequest)
-SERVER = (
-    Forward,
-    Backward,
-    Query,
-    Recall,
-    Cancel,
-    BooksRequest,
-    BoundaryTensor,
-    TensorRequest,
-    TensorPending,
-    TensorGone,
-    ReduceChunk,
-    GatherChunk,
-    Resend,
+ABOUT_RUN = frozenset({Dismissed, StandingRequest, Override, Redirect, JoinRefused})
+FROM_LEADER = frozenset({Round, SaveRequest, PublishRequest, CopyRequest, AuditRequest, RecomputeRequest})
+SERVER = frozenset(
+    {
+        Forward,
+        Backward,
+        Query,
+        Recall,
+        Cancel,
+        BooksRequest,
+        BoundaryTensor,
+        TensorRequest,
+        TensorPending,
+        TensorGone,
+        ReduceChunk,
+        GatherChunk,
+        Resend,
+    }
 )
 GAP_BEATS = 3  # without an event: this process did not run
 ALIVE_SILENCES = 2  # a peer that sent anything within that time may be alive
@@ -297,17 +301,18 @@ class PeerMachine:
         peer, message = event.peer, event.message
         self.register.show_life(peer, now)
         self.roster.show_life(peer, now)
-        if isinstance(message, CONSENSUS):
+        kind = type(message)
+        if kind in CONSENSUS:
             return self._on_consensus(peer, message, now)
-        if isinstance(message, TRANSFER):
+        if kind in TRANSFER:
             return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
-        if isinstance(message, Generate) or (isinstance(message, HiddenStates) and self.roster.belongs(peer)):
+        if kind is Generate or (kind is HiddenStates and self.roster.belongs(peer)):
             return self.inference.on_message(peer, message, event.blobs, event.fault, now)
-        if isinstance(message, TO_LEADER):
+        if kind in TO_LEADER:
             return self._to_leader(peer, message, now)
-        if isinstance(message, Objection):
+        if kind is Objection:
             return self.judge.on_message(peer, message, now)
-        if isinstance(message, ABOUT_RUN):
+        if kind in ABOUT_RUN:
             return self._about_run(peer, message, now)
         return self._about_work(event, now)
 
@@ -364,15 +369,16 @@ class PeerMachine:
             if peer != self.register.leader:
                 return []
             return self.trainer.on_who_booked(peer, message) or self.server.on_who_booked(peer, message)
-        if isinstance(message, FROM_LEADER):
+        kind = type(message)
+        if kind in FROM_LEADER:
             allowed = peer == self.register.leader
         else:
             allowed = self.roster.belongs(peer)
         if not allowed:
             return _drop(event.blobs)
-        if isinstance(message, CopyRequest):
+        if kind is CopyRequest:
             return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
-        part = self.server if isinstance(message, FROM_LEADER + SERVER) else self.trainer
+        part = self.server if kind in FROM_LEADER or kind in SERVER else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 
     # -------------------------------------------------------------------------------------------------- settling
@@ -380,9 +386,12 @@ class PeerMachine:
     def _tick(self, now: float) -> list[Command]:
         commands = self.register.tick(now) if _due(self.register.deadline, now) else []
         for machine in (self.server, self.trainer, self.transfer, self.inference):
-            if _due(machine.deadline, now):
+            at = machine.deadline
+            if at is not None and now >= at:
                 commands += machine.tick(now)
-        commands += self.admission.tick(now) + self.relay.tick(now) + self.judge.tick(now)
+        commands += self.admission.tick(now) + self.judge.tick(now)
+        if _due(self.relay.look_at, now):
+            commands += self.relay.tick(now)
         return commands + (self._finish(True, self._run_over) if self.departure.due(now) else [])
 
     def _settle(self, commands: list[Command], now: float) -> list[Command]:

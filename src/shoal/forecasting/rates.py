@@ -3,7 +3,8 @@
 A model is a function of who serves what. `Played` is the planner's own prediction, which plays the step (planner/prediction). `Aggregated`
 computes it in arrays: a replica passes as many microbatches per second as its compute, uplink and downlink allow, a stage the sum of its
 replicas' (each gets the share that fills it, which is the max-min fair one), the pipeline what its thinnest stage does or what its owners
-can have on their way; its two factors are what playing gives over it, on a fleet of the same stages that is small enough to play.
+can have on their way; its two factors are what playing gives over it, of the planned fleet and of half of it: with more replicas that many
+owners ask, each for few microbatches, shares are less even, and a factor of a smaller fleet says too little of a larger one.
 
 Another way to train (GPipe, a static pipeline) is another StepModel.
 """
@@ -11,6 +12,7 @@ Another way to train (GPipe, a static pipeline) is another StepModel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from statistics import fmean
 from typing import Protocol
@@ -20,17 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
+from shoal.core.leader.rules.lines import believed
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
-from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
+from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, request_bytes
 from shoal.planner.prediction.step import Step, predict
 from shoal.sim.network import LATE
 
-PLAYED_MOST = 32  # machines of a fleet whose steps are played
+PLAYED_MOST = 32  # machines of a fleet whose steps are all played
+FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger one is thinned to so many
+FEW = 0.5  # of the planned machines: the smaller fleet that they are compared with
 # Of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
-PLAYS = 4
+PLAYS = 3
+FEW_PLAYS = 2  # of larger fleets, for which one takes seconds
 # The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
 MEAN_LATE = 1 + LATE / 2
 SPREAD = (MEAN_LATE - 1) / MEAN_LATE  # around that mean; without it machines that are all alike are played in lockstep
@@ -109,7 +115,7 @@ class Played:
         """`as_planned`: every machine has its seat, so the plan's routes and owners hold."""
         job = self._job
         if as_planned:
-            slots, seats = list(range(len(job.stage_of))), job.seats
+            slots, seats = list(range(len(job.stage_of))), measured(job.seats, job, job.machines.kind_of)
         else:
             free = [iter(slots) for slots in self._slots_of]
             slots = [next(free[kind]) for _, kind in key]
@@ -137,7 +143,8 @@ class Played:
 
 def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
     """A predicted step, and the seconds of its microbatches as the mean of several."""
-    steps = [predict(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
+    plays = PLAYS if len(seats.members) <= PLAYED_MOST else FEW_PLAYS
+    steps = [predict(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(plays)]
     return steps[0], fmean(step.microbatches_s for step in steps)
 
 
@@ -154,7 +161,7 @@ def trip_s(job: Job) -> float:
 def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
     """Devices of these kinds at these stages, wired as they run without a plan's routes."""
     at = list(zip(kinds, (max(stage, 0) for stage in stage_of), strict=True))
-    return msgspec.structs.replace(
+    seats = msgspec.structs.replace(
         job.seats,
         stage_of=stage_of,
         forward_s=tuple(float(job.forward_s[one]) for one in at),
@@ -162,6 +169,17 @@ def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
         routes=(),
         line_rates=(),
     )
+    return measured(seats, job, kinds)
+
+
+def measured(seats: Seats, job: Job, kinds: Sequence[int]) -> Seats:
+    """With shares of a round by the lines of these kinds, as the leader measures and believes them where no plan states them: even
+    shares would take up to half as long again as a run does."""
+    if seats.line_rates:
+        return seats
+    members, lines = seats.members, [line_rate(job.machines.kinds[kind]) for kind in kinds]
+    rates = dict(zip(members, believed([lines[device] for device in members]), strict=True))
+    return msgspec.structs.replace(seats, line_rates=tuple(rates.get(device, 0) for device in range(len(kinds))))
 
 
 class Aggregated:
@@ -172,7 +190,9 @@ class Aggregated:
         seats = job.seats
         self._messages_s = np.maximum(job.machines.delay_s, job.machines.delay_s.T)
         self._moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
-        self.factors = (1.0, 1.0)  # of microbatches and of averaging
+        self._planned = sum(stage >= 0 for stage in job.stage_of)
+        # Of microbatches and of averaging, with FEW of the planned machines and with all of them
+        self.factors = ((1.0, 1.0), (1.0, 1.0))
         self.factors = self._fitted()
 
     def __call__(self, composition: Composition) -> StepTime | None:
@@ -194,10 +214,13 @@ class Aggregated:
         there = counts > 0
         farthest_s = float(self._messages_s[np.ix_(there, there)].max(axis=1) @ weights[there])
         compute = rates.of_stages(rates.compute, composition, job.stages)
-        microbatches_s *= self.factors[0]
+        few, all_ = self.factors
+        more = min(max((counts.sum() / self._planned - FEW) / (1 - FEW), 0.0), 1.0)
+        of_microbatches, of_averaging = (float(low + more * (high - low)) for low, high in zip(few, all_, strict=True))
+        microbatches_s *= of_microbatches
         return StepTime(
             microbatches_s,
-            self._averaging_s(composition) * self.factors[1] + job.round_s,
+            self._averaging_s(composition) * of_averaging + job.round_s,
             4 * farthest_s + 2 * delay_s if counts.sum() > 1 else 0.0,
             min(microbatches / float(compute.min()), microbatches_s),
             tuple(stage_rates.tolist()),
@@ -235,13 +258,19 @@ class Aggregated:
             worst_s = max(worst_s, 2 * seconds)
         return worst_s + job.seats.averaging_codec_s
 
-    def _fitted(self) -> tuple[float, float]:
-        """What playing gives over the sums, for the planned fleet or a thinned one of the same stages and shares of kinds."""
+    def _fitted(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What playing gives over the sums, for half of the planned fleet and for all of it, or for a fleet of the same stages and
+        shares of kinds that is small enough to play."""
         job = self._job
-        slots = thinned(job.stage_of, job.stages, PLAYED_MOST)
+        slots = thinned(job.stage_of, job.stages, FITTED_MOST)
+        microbatches = max(1, round(job.microbatches * len(slots) / self._planned))
+        few = thinned(job.stage_of, job.stages, round(FEW * len(slots)))
+        return self._over(few, microbatches), self._over(slots, microbatches)
+
+    def _over(self, slots: list[int], microbatches: int) -> tuple[float, float]:
+        """Of the machines on these slots, which share so many microbatches."""
+        job = self._job
         kinds = [job.machines.kind_of[slot] for slot in slots]
-        members = sum(stage >= 0 for stage in job.stage_of)
-        microbatches = max(1, round(job.microbatches * len(slots) / members))
         seats = msgspec.structs.replace(
             seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches
         )

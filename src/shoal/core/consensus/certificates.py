@@ -20,6 +20,7 @@ from shoal.core.names import invite_of
 
 Sign = Callable[[bytes], Signed]  # by the peer itself
 Holds = Callable[[Signed, bytes], bool]
+SIGNED = frozenset({Accept, Lead, Propose, Vote})  # messages that can carry signatures: few of all that are sent
 
 
 def digest(view: View) -> str:
@@ -69,6 +70,8 @@ def proves(entry: Entry, proof: Proof) -> bool:
 
 def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
     """The message with my signatures where it has none yet, before it is sent to that peer."""
+    if type(message) not in SIGNED:
+        return message
 
     def mine(signed: tuple[Signed, ...], data: Callable[[], bytes]) -> tuple[Signed, ...]:
         return tuple(sign(data()) if one.peer == me and not one.signature else one for one in signed)
@@ -99,6 +102,8 @@ def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
 
 def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message | None:
     """The message with those signatures that hold; None if it is worth nothing without."""
+    if type(message) not in SIGNED:
+        return message
 
     def held(signed: tuple[Signed, ...], data: bytes) -> tuple[Signed, ...]:
         """Up to the first that does not hold: honest peers send none, and each costs a verification."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from shoal.core.consensus.agreed import AgreedViews, rank
 from shoal.core.consensus.certificates import proves, quorum, signers
-from shoal.core.consensus.election import Election
+from shoal.core.consensus.election import Election, ElectionRole
 from shoal.core.consensus.replication import Replication
 from shoal.core.consensus.validity import flaw
 from shoal.core.messages import (
@@ -69,7 +69,7 @@ class Register:
 
     @property
     def leading(self) -> bool:
-        return self.election.leading
+        return self.election.role is ElectionRole.LEADER  # asked several times in every event
 
     @property
     def heard_leader_at(self) -> float:

@@ -92,6 +92,8 @@ class InferenceServer:
 
     @property
     def deadline(self) -> float | None:
+        if not self._queue and not self._kept:  # asked after every event of every peer
+            return self._pending_at
         waiting = next(iter(self._queue.values()), None) if self._running is None else None
         oldest = next(iter(self._kept.values()), None)
         return soonest(

@@ -134,15 +134,21 @@ class Facts:
         return self.holds(member, view) and self._differs(member, view)
 
     def _differs(self, member: Member, view: View) -> bool:
-        serving = self.known.serving
+        serving, own = self.known.serving, self.heartbeats[member.peer].digest
         if member.peer in serving:
             return False
-        others = {
-            other.digest
-            for peer, other in self.heartbeats.items()
-            if other.step == view.step and other.epoch == view.epoch and serving.get(peer) == member.stage
-        } - {""}
-        return bool(others) and self.heartbeats[member.peer].digest not in others
+        differ = False
+        for peer, other in self.heartbeats.items():
+            if (
+                other.digest
+                and other.step == view.step
+                and other.epoch == view.epoch
+                and serving.get(peer) == member.stage
+            ):
+                if other.digest == own:
+                    return False
+                differ = True
+        return differ
 
     def ready(self, member: Member, view: View) -> bool:
         """It holds the state of its stage at the step that is trained."""

@@ -138,6 +138,8 @@ class ActivationStore:
         """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs. The caller drops
         these blobs."""
         dropped: dict[Key, HeldTensor] = {}
+        if not self.full:
+            return dropped
         for always in (True, False):
             for key in [key for key in self.held if key not in used and not self._made_gradient(key)]:
                 if not self.full or not (always or force):

@@ -102,6 +102,11 @@ class Audits:
         return any(job.task for job in self._jobs)
 
     @property
+    def idle(self) -> bool:
+        """Nothing is computed again here."""
+        return not self._jobs
+
+    @property
     def deadline(self) -> float | None:
         return min((hop.due for hop in self._waiting()), default=None)
 

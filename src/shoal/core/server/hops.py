@@ -102,7 +102,8 @@ class Hops:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self.store.deadline, self.audits.deadline)
+        at = self.store.deadline
+        return at if self.audits.idle else soonest(at, self.audits.deadline)
 
     @property
     def queue_s(self) -> float:
@@ -375,6 +376,8 @@ class Hops:
         return commands + self._room(force=True), True
 
     def _room(self, force: bool) -> list[Command]:
+        if not self.store.full:
+            return []
         dropped = self.store.make_room(self._used(), self._booked, force)
         return self.audits.before_drop(dropped, self._booked) + drop(tuple(held.blob for held in dropped.values()))
 

@@ -40,6 +40,8 @@ LEAST_WAIT_S = 0.02  # after Busy: also if the server says 0
 MOST_WAIT_S = 30.0  # after Busy, whatever the server says
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
 LEAST_TURNS = 0.5  # that a replica without any counts as
+# Hops that a newcomer has served before it may be called quicker than its stage: it had nobody else's hops when it served the first
+SETTLED = 8
 BAN_LEVELS = 4  # ban_s, 2x, 4x, 8x
 MISSES = 3  # unanswered requests before a peer counts as silent, and hops in a row that it does not serve before it counts as useless
 
@@ -63,6 +65,7 @@ class Replica(msgspec.Struct, eq=False):
     pace: Latency  # seconds that a hop takes per unit of what this trainer has there, itself included
     virtual: float  # seconds of work charged so far
     share: float = 1.0  # of the microbatches of a replica with a usual line, that its line carries
+    settles: int = 0  # hops until its pace is that of a replica with its share
     serial: int = 0
     busy_until: float = 0.0
     banned_until: float = 0.0
@@ -98,7 +101,7 @@ class Wiring:
 
     def enter(self, peer: Peer, now: float) -> Replica:
         """Add a replica at the current least virtual time, so that it is tried soon and not flooded."""
-        replica = Replica(peer, Latency(), Latency(), self._clock)
+        replica = Replica(peer, Latency(), Latency(), self._clock, settles=SETTLED * (self._pace.value is not None))
         self.place(replica, now)
         return replica
 
@@ -121,6 +124,7 @@ class Wiring:
     def measure(self, replica: Replica, seconds: float, size: float, ahead: float) -> None:
         """A hop of that size took so long there, behind so much that this trainer had requested before."""
         replica.latency.add(seconds / size)
+        replica.settles -= replica.settles > 0
         for pace in (replica.pace, self._pace):
             pace.add(seconds / (size + ahead))
 
@@ -184,8 +188,11 @@ class Wiring:
         )
 
     def _response_s(self, replica: Replica, load: Load) -> float:
-        """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is."""
+        """Seconds until it would have answered one more hop. A newcomer is taken to be as quick as its stage is, and no quicker until it
+        has had its share for a while."""
         pace_s = replica.pace.value or self._pace.value or self.usual.value
+        if replica.settles:
+            pace_s = max(pace_s, self._pace.value or self.usual.value)
         if replica.share < 1.0:  # the others' hops fill its line, too
             pace_s = max(pace_s, (self._pace.value or self.usual.value) / replica.share)
         return (load.get(replica.peer, 0.0) + 1.0) * pace_s

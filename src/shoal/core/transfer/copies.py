@@ -40,7 +40,6 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import TEXT, drop
-from shoal.core.timers import soonest
 from shoal.core.transfer.download import DONORS, Downloader, Shard, Target
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class Copier:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._downloader.retry_at)
+        return self._downloader.retry_at
 
     @property
     def loaded(self) -> int:

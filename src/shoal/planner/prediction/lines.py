@@ -26,25 +26,30 @@ class Lines:
         self._pair = cluster.bandwidth_Bps.tolist()
         self._up = [device.up_Bps or math.inf for device in cluster.devices]
         self._down = [device.down_Bps or math.inf for device in cluster.devices]
-        self._up_free = [0.0] * devices
+        self._up_free = [[0.0, 0.0] for _ in range(devices)]  # of gradients, of all else
         self._inflow = [Inflow() for _ in cluster.devices]
-        self._pair_free: dict[tuple[int, int], float] = {}
+        self._pair_free: dict[tuple[int, int, bool], float] = {}
         self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
 
     def free(self, source: int) -> float:
         """When all that was sent so far has left."""
-        return self._up_free[source]
+        return max(self._up_free[source])
 
-    def leave(self, source: int, target: int, nbytes: float, now: float) -> float:
-        """When its last byte reaches the target's line."""
+    def leave(self, source: int, target: int, nbytes: float, now: float, first: bool = False) -> float:
+        """When its last byte reaches the target's line. `first`: before all that is not, as far as it has not left (sim/network.py)."""
         if source == target:
             return now
         up, pair = self._up[source], self._pair[source][target]
-        start = max(now, self._up_free[source])
-        self._up_free[source] = left = start + nbytes / up
+        firsts_s, others_s = self._up_free[source]
+        start = max(now, firsts_s) if first else max(now, firsts_s, others_s)
+        left = start + nbytes / up
+        if first:
+            self._up_free[source] = [left, others_s + nbytes / up if others_s > now else others_s]
+        else:
+            self._up_free[source][1] = left
         # The pair's link takes bytes as they leave the uplink, and holds nobody else up.
-        through = max(max(start, self._pair_free.get((source, target), 0.0)) + nbytes / pair, left)
-        self._pair_free[source, target] = through
+        through = max(max(start, self._pair_free.get((source, target, first), 0.0)) + nbytes / pair, left)
+        self._pair_free[source, target, first] = through
         self.up_used[source] += nbytes / (pair if up == math.inf else up)
         self.sent[source] += nbytes
         return self._after(source, target, through, True)
@@ -57,11 +62,11 @@ class Lines:
         """The longest delay to one of them."""
         return max(0.0 if target == source else float(self._delay[source][target]) for target in targets)
 
-    def arrive(self, source: int, target: int, nbytes: float, now: float) -> float:
+    def arrive(self, source: int, target: int, nbytes: float, now: float, first: bool = False) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
         seconds = nbytes / self._down[target]
         self.down_used[target] += seconds
-        return self._inflow[target].through(source, seconds, now)
+        return self._inflow[target].through(source, seconds, now, 0 if first else 1)
 
     def _after(self, source: int, target: int, now: float, tensor: bool) -> float:
         """The pair's delay later."""

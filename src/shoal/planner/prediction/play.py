@@ -30,6 +30,8 @@ from shoal.planner.prediction.seats import Routing, Seats
 
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
+# At least so many with delays that differ: the second and third step are up to 40 % longer than those of a settled run
+ROUNDS_LEAST = 4
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
 _VIEW = View(number=0, step=0, members=())
 
@@ -164,8 +166,9 @@ class Play:
             self._at(self.lines.control(source, target, now), act)
             return
         nbytes = sum(self._nbytes[tensor] for tensor in tensors)
-        left = self.lines.leave(source, target, nbytes, now)
-        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then), act))
+        first = self._leader is not None and GRADIENT in tensors
+        left = self.lines.leave(source, target, nbytes, now, first)
+        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then, first), act))
 
     def _begin(self, owner: int, now: float) -> None:
         while (m := self._owners[owner].owned.start(now)) is not None:
@@ -232,7 +235,7 @@ class Play:
 def played(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> tuple[float, Used]:
     """Seconds of a step's microbatches, and what they take of each device. `spread`: of delays (lines.py)."""
     if seats.microbatches <= LONGEST:
-        return _timed(Play(seats, cluster, rng, spread), seats.microbatches)
+        return _timed(Play(seats, cluster, rng, spread), seats.microbatches, ROUNDS_LEAST if spread else 1)
     whole_s, used = _timed(Play(seats, cluster, rng, spread), LONGEST)
     half_s, _ = _timed(Play(seats, cluster, rng, spread), LONGEST // 2)
     more = (seats.microbatches - LONGEST) / (LONGEST - LONGEST // 2)
@@ -241,10 +244,10 @@ def played(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: flo
     return whole_s + more * (whole_s - half_s), extended
 
 
-def _timed(play: Play, microbatches: int) -> tuple[float, Used]:
-    """A step of so many microbatches, after as many steps that warm the wiring up."""
+def _timed(play: Play, microbatches: int, least: int = 1) -> tuple[float, Used]:
+    """A step of so many microbatches, after as many steps that warm the wiring up, `least` of them."""
     start = 0.0
-    rounds = max(1, min(ROUNDS_MOST, LONGEST // microbatches))
+    rounds = max(least, min(ROUNDS_MOST, LONGEST // microbatches))
     for _ in range(rounds):
         start = play.run(microbatches, start)
     before = [play.computed.copy(), play.lines.up_used.copy(), play.lines.down_used.copy(), play.lines.sent.copy()]

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from shoal.core.trainer.window import MOST
-from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.inputs.cluster import Cluster, Device
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 WIDEST_Bps = 1e12  # what a line without a stated rate is taken for
@@ -58,8 +58,12 @@ class Seats(msgspec.Struct, frozen=True):
 
 def line_rates(cluster: Cluster) -> tuple[int, ...]:
     """The slower direction of every device's line, kB/s."""
-    lines_Bps = [min(device.up_Bps or math.inf, device.down_Bps or math.inf) for device in cluster.devices]
-    return tuple(max(1, round(min(line_Bps, WIDEST_Bps) / 1000)) for line_Bps in lines_Bps)
+    return tuple(map(line_rate, cluster.devices))
+
+
+def line_rate(device: Device) -> int:
+    line_Bps = min(device.up_Bps or math.inf, device.down_Bps or math.inf)
+    return max(1, round(min(line_Bps, WIDEST_Bps) / 1000))
 
 
 def of_group(line_rates: tuple[int, ...], group: list[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -41,17 +41,19 @@ def line_rates(members: Iterable[Member], facts: Facts, settings: Settings) -> d
         rates = settings.line_rates
         return {one.peer: rates[one.seat] if 0 <= one.seat < len(rates) else 0 for one in members}
     reported = {one.peer: _line(one.peer, facts) for one in members}
-    known = [rate for rate in reported.values() if rate]
+    rates = believed(list(reported.values()))
+    return dict(zip(reported, rates, strict=True)) if rates else {}
+
+
+def believed(rates: Sequence[int]) -> Sequence[int]:
+    """What measured rates count as, kB/s; 0: not measured. Empty if none is. The forecaster asks, too."""
+    known = [rate for rate in rates if rate]
     if not known:
-        return {}
+        return ()
     usual = round(median(known))
-    return {peer: _bounded(rate, usual) for peer, rate in reported.items()}
-
-
-def _bounded(rate: int, usual: int) -> int:
-    if not rate or usual / CLOSE <= rate <= usual * CLOSE:
-        return usual
-    return min(rate, round(FAR * usual))
+    return [
+        usual if not rate or usual / CLOSE <= rate <= usual * CLOSE else min(rate, round(FAR * usual)) for rate in rates
+    ]
 
 
 def _line(peer: Peer, facts: Facts) -> int:
