@@ -1,6 +1,6 @@
 """A small model pretrained by Shoal, then chat-tuned by a swarm under churn; beside it the same tuning by PEFT in one process.
 
-    python benchmarks/tuned.py [--large] [--pretrain 150] [--tune 300] [--kills 6] [--keep DIRECTORY]
+    python benchmarks/tuned.py [--large] [--pretrain 150] [--tune STEPS] [--kills 6] [--keep DIRECTORY]
 
 A Llama of 2.3 million parameters (`--large`: 11 million), with a tokenizer that is trained here, learns the text of Python's own
 library: four peers, two stages. The task that it is then tuned on with LoRA is made up: which of three letters comes last in an
@@ -54,14 +54,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="11 million parameters instead of 2.3")
     parser.add_argument("--pretrain", type=int, default=150, help="steps")
-    parser.add_argument("--tune", type=int, default=300, help="steps")
+    parser.add_argument("--tune", type=int, metavar="STEPS", help="default: 300, of the larger model 600")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--keep", metavar="DIRECTORY", help="a directory for the runs, which then stay there")
     args = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(args.keep or folder)
         place.mkdir(parents=True, exist_ok=True)
-        figures = measured(place, LARGE if args.large else SMALL, args.pretrain, args.tune, args.kills)
+        steps = args.tune or (600 if args.large else 300)
+        figures = measured(place, LARGE if args.large else SMALL, args.pretrain, steps, args.kills)
     report("tuned", figures["swarm_percent"], "% right of held-out questions", at_least(95), figures, args.record)
     return 0
 
