@@ -111,8 +111,8 @@ model where it is missing).
 | tuned by the swarm, six of its peers killed | 99.4 % | 1.772 |
 | tuned by TRL in one process | 99.4 % | 1.766 |
 
-Every sample was counted once ([results](results.md#tuned)). With `--large`, eleven million parameters and 600 steps of tuning, the swarm had 89.7 % and
-TRL 88.8 %: the same within noise, but below the 95 % wanted ([results](results.md#tunedlarge)).
+Every sample was counted once ([results](results.md#tuned)). With `--large`, eleven million parameters and 600
+steps of tuning, the swarm had 89.7 % and TRL 88.8 %: the same within noise, but below the 95 % wanted ([results](results.md#tunedlarge)).
 """
 
 # By recipe: the seconds of a step in the simulator, and the whole steps in its hours.
