@@ -1,6 +1,6 @@
 """A small model pretrained by Shoal, then chat-tuned by a swarm under churn; beside it the same tuning by PEFT in one process.
 
-    python benchmarks/tuned.py [--large] [--pretrain 150] [--tune 300] [--kills 6] [--keep DIRECTORY]
+    python benchmarks/tuned.py [--large] [--pretrain 150] [--tune STEPS] [--rate 2e-3] [--kills 6] [--keep DIRECTORY]
 
 A Llama of 2.3 million parameters (`--large`: 11 million), with a tokenizer that is trained here, learns the text of Python's own
 library: four peers, two stages. The task that it is then tuned on with LoRA is made up: which of three letters comes last in an
@@ -23,7 +23,7 @@ import tempfile
 import time
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import at_least, parse, report
 
@@ -44,7 +44,7 @@ model.vocab_size={VOCABULARY} data.sequence=128 train.batch=32 train.microbatch=
 """.split()
 TUNE = f"""
 tune.method=lora tune.rank={RANK} tune.alpha={ALPHA} data.source=jsonl data.format=chat data.path=chats.jsonl data.sequence=24
-train.batch={BATCH} train.microbatch=8 train.learning_rate={RATE} train.weight_decay=0 train.schedule=linear train.final_ratio=0
+train.batch={BATCH} train.microbatch=8 train.weight_decay=0 train.schedule=linear train.final_ratio=0
 train.betas=[0.9,0.999] train.warmup=10 run.seed={SEED}
 """.split()
 SWARM = "run.peers=4 run.stages=2 network.discovery=gossip data.tokenizer=tokenizer checkpoint.every=50".split()
@@ -54,19 +54,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="11 million parameters instead of 2.3")
     parser.add_argument("--pretrain", type=int, default=150, help="steps")
-    parser.add_argument("--tune", type=int, default=300, help="steps")
+    parser.add_argument("--tune", type=int, metavar="STEPS", help="default: 300, of the larger model 600")
+    parser.add_argument("--rate", type=float, default=RATE, help=f"of learning, of both tunings; default: {RATE:g}")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--keep", metavar="DIRECTORY", help="a directory for the runs, which then stay there")
     args = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(args.keep or folder)
         place.mkdir(parents=True, exist_ok=True)
-        figures = measured(place, LARGE if args.large else SMALL, args.pretrain, args.tune, args.kills)
-    report("tuned", figures["swarm_percent"], "% right of held-out questions", at_least(95), figures, args.record)
+        tuning = Tuning(args.tune or (600 if args.large else 300), args.rate, args.kills)
+        figures = measured(place, LARGE if args.large else SMALL, args.pretrain, tuning)
+    report(
+        "tuned.large" if args.large else "tuned",
+        figures["swarm_percent"],
+        "% right of held-out questions",
+        at_least(95),
+        figures,
+        args.record,
+    )
     return 0
 
 
-def measured(place: Path, model: list[str], pretrain: int, tune: int, kills: int) -> dict[str, Any]:
+class Tuning(NamedTuple):
+    """Of the swarm and of one process alike."""
+
+    steps: int = 300
+    rate: float = RATE  # of learning
+    kills: int = 6  # of the swarm's peers
+
+
+def measured(place: Path, model: list[str], pretrain: int, tuning: Tuning) -> dict[str, Any]:
     """All of it, below that directory. `model`: the settings that say how large it is."""
     a_tokenizer(place / "tokenizer")
     (place / "settings.toml").write_text("")  # all settings are arguments
@@ -80,10 +97,10 @@ def measured(place: Path, model: list[str], pretrain: int, tune: int, kills: int
     base, minutes = place / f"runs/base/checkpoints/step-{pretrain}", (time.monotonic() - began) / 60
     before = answers(loaded(base), place, held_out)
 
-    account = tuned_by_swarm(place, base, tune, kills)
+    account = tuned_by_swarm(place, base, tuning)
     shoal(place, "export", "runs/tuned", "--adapter", "adapter")
     swarm = answers(loaded(base, place / "adapter"), place, held_out)
-    trainer, alone = tuned_alone(place, base, questions[HELD_OUT:], tune)
+    trainer, alone = tuned_alone(place, base, questions[HELD_OUT:], tuning)
     one = answers(alone, place, held_out)
     return {
         "before_percent": before[0],
@@ -98,7 +115,8 @@ def measured(place: Path, model: list[str], pretrain: int, tune: int, kills: int
         "redone": account["redone"],
         "lost": account["lost"],
         "counted_twice": account["counted_twice"],
-        "steps": [pretrain, tune],
+        "steps": [pretrain, tuning.steps],
+        "learning_rate": tuning.rate,
     }
 
 
@@ -168,15 +186,16 @@ def answers(model: Any, place: Path, questions: list[tuple[str, ...]]) -> tuple[
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-def tuned_by_swarm(place: Path, base: Path, steps: int, kills: int) -> dict[str, Any]:
+def tuned_by_swarm(place: Path, base: Path, tuning: Tuning) -> dict[str, Any]:
     """Four peers, of which one is killed now and then and another joins. Returns the run's account."""
     (place / "kill.toml").write_text('[[act]]\nat = "0 s"\nkind = "kill"\nwho = "member"\n')
-    words = (*TUNE, *SWARM, f"model.path={base}", "run.name=tuned", f"run.steps={steps}")
+    words = (*TUNE, *SWARM, f"model.path={base}", "run.name=tuned")
+    words += (f"run.steps={tuning.steps}", f"train.learning_rate={tuning.rate}")
     run = started(place, "run", "settings.toml", *words)
     commits = place / "runs/tuned/commits.jsonl"
-    for number in range(kills):
+    for number in range(tuning.kills):
         while run.poll() is None and not (
-            commits.exists() and commits.read_bytes().count(b"\n") > number * steps // (kills + 2)
+            commits.exists() and commits.read_bytes().count(b"\n") > number * tuning.steps // (tuning.kills + 2)
         ):
             time.sleep(0.2)
         if run.poll() is None:
@@ -189,7 +208,7 @@ def tuned_by_swarm(place: Path, base: Path, steps: int, kills: int) -> dict[str,
     return account
 
 
-def tuned_alone(place: Path, base: Path, questions: list[tuple[str, ...]], steps: int) -> tuple[str, Any]:
+def tuned_alone(place: Path, base: Path, questions: list[tuple[str, ...]], tuning: Tuning) -> tuple[str, Any]:
     """By TRL's trainer, or by a loop over PEFT's model where TRL is not installed: its name, and the model."""
     from peft import LoraConfig
 
@@ -197,15 +216,15 @@ def tuned_alone(place: Path, base: Path, questions: list[tuple[str, ...]], steps
     try:
         import trl
     except ImportError:
-        return "a loop over PEFT's model", by_hand(place, base, questions, steps, lora)
+        return "a loop over PEFT's model", by_hand(place, base, questions, tuning, lora)
     from datasets import Dataset
     from transformers import AutoTokenizer
 
     settings = trl.SFTConfig(
         output_dir=str(place / "trl"),
-        max_steps=steps,
+        max_steps=tuning.steps,
         per_device_train_batch_size=BATCH,
-        learning_rate=RATE,
+        learning_rate=tuning.rate,
         lr_scheduler_type="linear",
         warmup_steps=10,
         adam_beta2=0.999,
@@ -214,7 +233,7 @@ def tuned_alone(place: Path, base: Path, questions: list[tuple[str, ...]], steps
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        logging_steps=steps,
+        logging_steps=tuning.steps,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -230,18 +249,20 @@ def tuned_alone(place: Path, base: Path, questions: list[tuple[str, ...]], steps
     return f"TRL {trl.__version__}", trainer.model
 
 
-def by_hand(place: Path, base: Path, questions: list[tuple[str, ...]], steps: int, lora: Any) -> Any:
+def by_hand(place: Path, base: Path, questions: list[tuple[str, ...]], tuning: Tuning, lora: Any) -> Any:
     import torch
     from peft import get_peft_model
     from transformers import AutoTokenizer
 
     torch.manual_seed(SEED)
     tokenizer, model = AutoTokenizer.from_pretrained(place / "tokenizer"), get_peft_model(loaded(base), lora)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad], tuning.rate, weight_decay=0.0
+    )
     order = random.Random(SEED + 1)
-    for step in range(steps):
-        rate = min((step + 1) / 10, (steps - step) / max(1, steps - 10))
-        optimizer.param_groups[0]["lr"] = RATE * rate
+    for step in range(tuning.steps):
+        share = min((step + 1) / 10, (tuning.steps - step) / max(1, tuning.steps - 10))
+        optimizer.param_groups[0]["lr"] = tuning.rate * share
         encoded = tokenizer.apply_chat_template(
             [chat(one) for one in order.sample(questions, BATCH)],
             return_dict=True,

@@ -40,7 +40,7 @@ RUN = frozenset(
     train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
-    tune.method tune.rank tune.alpha tune.targets tune.dropout tune.rslora tune.dora tune.quantize tune.lend tune.description
+    tune.method tune.rank tune.alpha tune.targets tune.also tune.dropout tune.rslora tune.dora tune.quantize tune.lend tune.description
     tune.beta
     network.transport network.discovery network.max_tensor_bytes network.activations network.gradients network.averaging
     network.activation_store_bytes

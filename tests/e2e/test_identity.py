@@ -11,12 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from tests import reference
 from tests.runtime.test_node import TINY, Swarm
 
@@ -209,6 +211,74 @@ def test_adapters_have_the_bits_of_one_process(tmp_path: Path, staleness: int, t
     process = assert_same_bits(left, reference.commits(left.directory))
     assert all("lora_" in name for name in process.parameters)
     assert_within_rounding(left, process)
+
+
+class Peft:
+    """PEFT's own model, as its users make it, with the first adapters of a run, under the run's names."""
+
+    def __init__(self, config: Config) -> None:
+        import peft
+        import transformers
+
+        ours = dict(stages.whole(config).named_parameters())
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
+        lora = peft.LoraConfig(
+            r=config.tune.rank, lora_alpha=config.tune.alpha, target_modules="all-linear", modules_to_save=PEFT_NAMES
+        )
+        self.model = peft.get_peft_model(base, lora).eval()
+        for name, value in self.named_parameters():
+            if "lora_" in name:
+                value.data = ours[name].data.clone()
+            elif value.requires_grad:
+                assert torch.equal(value, ours[name])
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, value in self.model.named_parameters():
+            yield name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""), value
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return self.model.modules()
+
+    def __call__(self, **given: Any) -> Any:
+        return self.model(**given)
+
+
+PEFT_NAMES = ["embed_tokens", "lm_head", "input_layernorm", "post_attention_layernorm", "norm"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_embeddings_head_and_norms_beside_adapters_have_the_bits_of_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    config = a_config(STAGES, STAGES * REPLICAS, steps=3 + staleness, staleness=staleness)
+    config = adapted(config, tmp_path / "base", rank=2, alpha=64.0, also=("embeddings", "head", "norms"))
+    left, peft_model = trained_in_memory(tmp_path, config), Peft(config)
+    monkeypatch.setattr(reference.stages, "whole", lambda _: peft_model)
+    process = assert_same_bits(left, reference.commits(left.directory))
+    assert process.model is peft_model
+    others = {name for name in process.parameters if "lora_" not in name}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} < others
+    before = dict(transformers_base(config))
+    assert [name for name in others if torch.equal(before[name], process.parameters[name])] == []
+
+
+@pytest.mark.parametrize(
+    "tune", [{"also": ("embeddings", "norms"), "quantize": "nf4"}, {"also": ("head",), "dropout": 0.2}]
+)
+def test_embeddings_and_norms_beside_other_adapters_have_the_bits_of_one_process(
+    tmp_path: Path, tune: dict[str, Any]
+) -> None:
+    config = a_config(STAGES, STAGES * REPLICAS, steps=3)
+    left = trained_in_memory(tmp_path, adapted(config, tmp_path / "base", rank=2, alpha=64.0, **tune))
+    process = assert_same_bits(left, reference.commits(left.directory))
+    assert not all("lora_" in name for name in process.parameters)
+
+
+def transformers_base(config: Config) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    import transformers
+
+    base: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(config.model.path)
+    return base.named_parameters()
 
 
 def adapted(config: Config, base: Path, **tune: Any) -> Config:

@@ -28,7 +28,8 @@ def tuned() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_swarm_under_churn_learns_a_task_as_one_process_does(tmp_path: Path) -> None:
-    figures = tuned().measured(tmp_path, pretrain=150, tune=300, kills=3)
+    benchmark = tuned()
+    figures = benchmark.measured(tmp_path, benchmark.SMALL, 150, benchmark.Tuning(steps=300, kills=3))
     assert figures["before_percent"] < 50
     assert figures["swarm_percent"] >= 95 and figures["one_process_percent"] >= 95
     assert abs(figures["held_out_losses"][1] - figures["held_out_losses"][2]) < 0.1

@@ -50,6 +50,24 @@ def test_every_limit_is_kept_or_refused_with_one_that_is_enough() -> None:
             assert (layout.groups[0].start, layout.groups[-1].stop) == (0, len(UNITS))
 
 
+def test_where_activations_are_most_the_least_memory_is_that_of_a_coarser_cut_that_is_more_even() -> None:
+    """Frozen blocks are small beside the vocabulary: the finest cut, which loads least, keeps the activations of all."""
+    units = (("embedding",), ("a",), ("b",), ("c",), ("d",), ("head",))
+    sizes = UnitSizes(units, dict.fromkeys("abcd", 8), 4, frozen={"embedding": 4096, "head": 4096})
+
+    def live(start: int, stop: int) -> int:
+        return 10_000 * (stop - start)
+
+    with pytest.raises(ValueError, match=r"try device\.memory_bytes=") as refused:
+        plan(sizes, live, limit=1000)
+    least = int(str(refused.value).split("try device.memory_bytes=")[1].split()[0])
+    layout = plan(sizes, live, limit=least)
+    assert [(group.start, group.stop) for group in layout.groups] == [(0, 3), (3, 6)] and layout.device_bytes == least
+    memory.refuse(sizes, live, limit=least)
+    with pytest.raises(ValueError, match=f"try device.memory_bytes={least} or more"):
+        memory.refuse(sizes, live, limit=least - 1)
+
+
 def test_groups_whose_trial_runs_out_of_memory_are_passed_over_for_finer_ones() -> None:
     """Another program may have taken what the limit allows, or there is no limit."""
 

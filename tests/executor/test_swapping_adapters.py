@@ -48,6 +48,8 @@ def stirred(one: Any) -> Any:
         ("llama", "bfloat16", False, {"quantize": "nf4"}),
         ("llama", "float32", False, {"dora": True}),
         ("llama", "float32", False, {"targets": ("q_proj", "down_proj"), "rslora": True}),
+        ("llama", "bfloat16", False, {"also": ("embeddings", "head", "norms")}),
+        ("qwen3", "float32", False, {"also": ("embeddings", "norms"), "quantize": "nf4"}),
     ],
 )
 def test_adapters_get_the_resident_executors_bits_however_often_their_base_is_loaded(

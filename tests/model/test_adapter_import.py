@@ -166,7 +166,7 @@ def test_frozen_weights_are_known_wherever_and_in_however_many_files_they_lie(co
         ({"use_rslora": True}, "set tune.rslora=true"),
         ({"use_dora": True}, "set tune.dora=true"),
         ({"bias": "all"}, "has bias = 'all', which is not trained here"),
-        ({"modules_to_save": ["lm_head"]}, "has modules_to_save = ['lm_head'], which is not trained here"),
+        ({"modules_to_save": ["lm_head"]}, 'set tune.also=["head"]'),
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern"),
     ],
 )

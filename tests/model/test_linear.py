@@ -69,10 +69,13 @@ def test_a_large_product_is_onednns_and_a_small_one_or_another_type_is_torchs() 
     assert "mkldnn::_linear_pointwise" not in operations(ours.bfloat16(), large.bfloat16())
 
 
-def test_autograd_keeps_what_it_keeps_for_torchs() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autograd_keeps_what_it_keeps_for_torchs(frozen: bool) -> None:
+    """A frozen weight needs no input, which a layer with adapters and the head would keep else."""
     x = torch.randn(4, 128, 128, requires_grad=True)
     kept = []
     for layer in a_layer(bias=False):
+        layer.weight.requires_grad_(not frozen)
         with saved_by_autograd(set()) as sizes:
             layer(x)
         kept.append(sum(sizes.values()))

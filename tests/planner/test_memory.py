@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests import memory_shapes
 
+from shoal.config import Config
 
-def assert_as_planned(seed: int) -> None:
-    for figure in memory_shapes.figures(memory_shapes.drawn(seed)):
+
+def assert_as_planned(seed: int, config: Config | None = None) -> None:
+    for figure in memory_shapes.figures(config or memory_shapes.drawn(seed)):
         assert figure.measured <= figure.planned <= (1 + memory_shapes.ABOVE) * figure.measured, (
             f"seed {seed}: {figure}"
         )
@@ -22,3 +26,17 @@ def test_a_stage_takes_what_is_planned(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(memory_shapes.SEEDS))
 def test_a_stage_takes_what_is_planned_in_a_hundred_drawn_shapes(seed: int) -> None:
     assert_as_planned(seed)
+
+
+def test_a_tied_vocabulary_larger_than_its_encoded_blocks_leaves_the_executor_the_groups_of_the_plan(
+    tmp_path: Path,
+) -> None:
+    """The finest cut keeps the activations of all blocks; a coarser one, which loads more, takes three quarters of it."""
+    config = memory_shapes.adapted(memory_shapes.drawn(4), 4, tmp_path / "base", "nf4", "swapping")
+    assert config.model.tied_embeddings
+    assert_as_planned(4, config)
+
+
+@pytest.mark.parametrize("seed", [15, 20])
+def test_a_stage_of_frozen_weights_takes_what_is_planned(seed: int, tmp_path: Path) -> None:
+    assert_as_planned(seed, memory_shapes.adapted(memory_shapes.drawn(seed), seed, tmp_path / "base"))

@@ -41,6 +41,7 @@ def test_a_recipe_is_planned_as_its_page_says(name: str) -> None:
     assert plan.left_out == ()
     page = module.PAGE.read_text()
     assert_as_written(module.row(name, plan), page, f"| [{name}]")
+    assert_as_written(module.rehearsal(name, plan), page, f"| {name} |")
     assert_as_written("\n".join(module.section(name, tree, plan, losses)), page, f"## {module.TITLES[name]}")
 
 

@@ -81,7 +81,9 @@ def merge(source: Path, config: Config, target: Path) -> None:
     """The whole model, in the dtype of its files, takes its size of memory here."""
     import transformers
 
-    import shoal.model.families  # noqa: F401 - keeps torchao from logging which GPU libraries do not load
+    from shoal.model.families import (
+        hf_config,
+    )  # before PEFT: it keeps torchao from logging which GPU libraries do not load
 
     from peft import PeftModel  # isort: skip
 
@@ -94,7 +96,11 @@ def merge(source: Path, config: Config, target: Path) -> None:
         remote.report_to(print)
         remote.complete(config.model.path)
         base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto", use_safetensors=True)
-        PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
+        whole = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+        whole.config.tie_word_embeddings = getattr(
+            hf_config(config), "tie_word_embeddings", False
+        )  # tuned apart, they stay apart
+        whole.save_pretrained(merged)
         _reveal(merged, source, target)
 
 

@@ -310,7 +310,7 @@ class PeerMachine:
             return self.inference.on_message(peer, message, event.blobs, event.fault, now)
         if kind in TO_LEADER:
             return self._to_leader(peer, message, now)
-        if kind is Objection:
+        if isinstance(message, Objection):
             return self.judge.on_message(peer, message, now)
         if kind in ABOUT_RUN:
             return self._about_run(peer, message, now)

@@ -33,7 +33,7 @@ from shoal.model.cut import (
     with_borders,
 )
 from shoal.model.families import cuts, hf_config, model_class, plan_of
-from shoal.model.layers import adapters, balance, boundary, linear, pairs, vocabulary
+from shoal.model.layers import adapters, also, balance, boundary, linear, pairs, vocabulary
 from shoal.model.layers.dropout import masks_of
 from shoal.model.weights import materialise
 
@@ -289,7 +289,7 @@ def _fill(model: PreTrainedModel, config: Config, source: str | None) -> None:
         adapters.encode(model, config)
     adapters.attach(model, config)
     if source or config.tune.adapter:
-        adapters.load(model, source or config.tune.adapter)
+        adapters.load(model, config.tune, source or config.tune.adapter)
 
 
 class Parts:
@@ -339,11 +339,13 @@ class Parts:
 def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     """The model without its parts, tested to pass hidden states on unchanged. ValueError: it cannot be cut."""
     hf = hf_config(config)
+    tied = bool(getattr(hf, "tie_word_embeddings", False))
     if config.run.stages > 1 and (config.tune.method != "full" or config.run.serve):
         hf.tie_word_embeddings = False  # a matrix that is not trained may lie at both ends
     _refuse_tied(config, hf)
     cut(config.run, hf.num_hidden_layers)  # ValueError: no such cut
     model = on_meta(hf)
+    also.refuse(model, config.tune, tied=tied)
     persistent_buffers = sorted(
         set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     )

@@ -123,7 +123,7 @@ class Watch:
 
     def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
         """No request twice to different peers; one leader per term; no more connections than a round needs."""
-        if type(message) is m.Forward or type(message) is m.Backward:
+        if isinstance(message, m.Forward | m.Backward):
             kind = type(message).__name__
             key = (peer, message.epoch, message.step, message.index, message.stage, message.attempt, kind)
             other = self._sent.setdefault(key, to)

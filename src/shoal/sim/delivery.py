@@ -27,7 +27,7 @@ class Delivery:
     def __init__(self, context: Context, processes: Processes) -> None:
         # No peers: they send texts; None: unreachable
         self.clients: dict[m.Peer, Callable[[m.Peer, m.Message | None], None]] = {}
-        self.swallows: Callable[[m.Peer, m.Peer, Values], bool] | None = None
+        self.swallows: Callable[[m.Peer, m.Peer, Values], bool] = lambda source, target, values: False
         self._context = context
         self._processes = processes
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
@@ -42,7 +42,7 @@ class Delivery:
         self._messages += 1
         if honest and self._messages % self.sample == 0:
             self._check_encoding(source, message)
-        if self.swallows is not None and self.swallows(source, target, values):
+        if self.swallows(source, target, values):
             return
         if honest and type(message) is m.Propose:
             self._propose(message.entry.view)
@@ -56,7 +56,7 @@ class Delivery:
         nbytes, priority = 0, 0
         if values:
             priority = m.rank(message)
-            chunk = type(message) is m.ReduceChunk or type(message) is m.GatherChunk
+            chunk = type(message) in (m.ReduceChunk, m.GatherChunk)
             nbytes = case.scenario.values if chunk else case.scenario.boundary_bytes * len(values)
         for at in context.network.arrivals(source, target, nbytes, kernel.now, priority):
             kernel.at(at, self._arrive, parcel)

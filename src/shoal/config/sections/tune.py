@@ -13,7 +13,7 @@ from shoal.config.sections.device import Device
 from shoal.config.sections.model import Model
 from shoal.config.sections.train import Train
 
-_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "dropout", "rslora", "dora", "quantize", "lend")
+_OF_ADAPTERS = ("adapter", "rank", "alpha", "targets", "also", "dropout", "rslora", "dora", "quantize", "lend")
 
 
 class Tune(Section, frozen=True):
@@ -36,6 +36,13 @@ class Tune(Section, frozen=True):
     targets: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.]+$")], ...],
         Meta(max_length=64, description="Linear layers with these names get adapters; [] means all within the blocks."),
+    ] = ()
+    also: Annotated[
+        tuple[Literal["embeddings", "head", "norms"], ...],
+        Meta(
+            max_length=3,
+            description='These weights are trained beside the adapters: any of "embeddings", "head", "norms".',
+        ),
     ] = ()
     dropout: Annotated[
         float,
@@ -93,10 +100,22 @@ def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data)
         yield f"tune.dora = true needs norms of the weights that tune.quantize = {tune.quantize!r} encodes; try tune.dora=false"
     if tune.dropout:
         yield from _dropout_problems(tune, device)
+    if tune.also:
+        yield from _also_problems(tune, data)
     if device.count > 1:
         yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
     if model.boundary != "none":
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"
+
+
+def _also_problems(tune: Tune, data: Data) -> Iterator[str]:
+    what = f"tune.also = {list(tune.also)}"
+    if len(set(tune.also)) < len(tune.also):
+        yield f"{what} names one twice"
+    if paired(data):
+        yield f"{what} changes the base that data.format = {data.format!r} compares with; leave tune.also out"
+    if tune.lend:
+        yield f"{what} with tune.lend = true, which gives away only weights that are frozen; leave one of them out"
 
 
 def _dropout_problems(tune: Tune, device: Device) -> Iterator[str]:

@@ -376,8 +376,6 @@ class Hops:
         return commands + self._room(force=True), True
 
     def _room(self, force: bool) -> list[Command]:
-        if not self.store.full:
-            return []
         dropped = self.store.make_room(self._used(), self._booked, force)
         return self.audits.before_drop(dropped, self._booked) + drop(tuple(held.blob for held in dropped.values()))
 

@@ -115,7 +115,7 @@ def plan(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> S
     with one slab of sums only where two do not fit: a group's first slice then waits for the store of the sums before.
     Groups whose trial runs out of memory, whatever the limit, do not fit either.
 
-    ValueError: the largest unit does not fit."""
+    ValueError: none fits."""
     measured_bytes: dict[tuple[int, int], int] = {}
 
     def measured(start: int, stop: int) -> int:
@@ -126,7 +126,7 @@ def plan(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> S
     *coarser, finest = _partitions(sizes)
     for slabs in (2, 1):
         for spans in (*coarser, finest):
-            if limit and _plan(sizes, spans, lambda start, stop: 0, fixed_bytes, slabs).device_bytes > limit:
+            if limit and _plan(sizes, spans, _nothing, fixed_bytes, slabs).device_bytes > limit:
                 continue  # measuring is slow
             try:
                 candidate = _plan(sizes, spans, measured, fixed_bytes, slabs)
@@ -137,13 +137,26 @@ def plan(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> S
                 continue
             if not limit or candidate.device_bytes <= limit:
                 return candidate
-    return _within_limit(_plan(sizes, finest, measured, fixed_bytes, slabs=1), limit, sizes)
+    finest_plan = _plan(sizes, finest, measured, fixed_bytes, slabs=1)
+    # The finest cut holds least of parameters. Where they are small beside activations, a coarser one may cut those more evenly.
+    held = [
+        spans
+        for spans in coarser
+        if _plan(sizes, spans, _nothing, fixed_bytes, 1).device_bytes < finest_plan.device_bytes
+    ]
+    others = [_plan(sizes, spans, measured, fixed_bytes, slabs=1) for spans in held]
+    return _within_limit(min([finest_plan, *others], key=lambda one: one.device_bytes), limit, sizes)
+
+
+def _nothing(start: int, stop: int) -> int:
+    return 0
 
 
 def refuse(sizes: UnitSizes, live: Live, *, limit: int, fixed_bytes: int = 0) -> None:
-    """ValueError: no `plan` fits. Measures only the finest cut."""
+    """ValueError: no `plan` fits. Measures the finest cut, and others only where that does not fit."""
     *_, finest = _partitions(sizes)
-    _within_limit(_plan(sizes, finest, live, fixed_bytes, slabs=1), limit, sizes)
+    if _plan(sizes, finest, live, fixed_bytes, slabs=1).device_bytes > limit:
+        plan(sizes, live, limit=limit, fixed_bytes=fixed_bytes)
 
 
 def _within_limit(plan: SwapPlan, limit: int, sizes: UnitSizes) -> SwapPlan:

@@ -27,8 +27,10 @@ _OF_ADAPTER: dict[str, tuple[str, object]] = {  # settings by PEFT's names, and 
 # What an adapter's configuration may say beside these without any effect on what it computes.
 _READ = {name for name, _ in _OF_ADAPTER.values()} | set(
     "peft_type task_type peft_version base_model_name_or_path revision inference_mode auto_mapping target_modules lora_dropout"
-    " init_lora_weights megatron_core qalora_group_size".split()
+    " modules_to_save init_lora_weights megatron_core qalora_group_size".split()
 )
+KINDS = ("embeddings", "head", "norms")  # of tune.also
+_MERGE = "merge that adapter into the model and begin a new one"
 _OTHER_FORMATS = (
     f"has no {WEIGHTS}: pickled weights are not read; load it with PEFT and write it with save_pretrained(...)"
 )
@@ -64,6 +66,11 @@ def settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
             f" that have an adapter into its {SETTINGS}"
         )
     named = {ours: stored.get(theirs, value) for ours, (theirs, value) in _OF_ADAPTER.items()}
+    named["also"] = _also(stored)
+    if others := [name for name in named["also"] if name not in KINDS]:
+        raise ValueError(
+            f"{where} has modules_to_save = {others}, and embeddings, head and norms alone are read; {_MERGE}"
+        )
     return {"method": "lora", "targets": sorted(targets, key=str) if isinstance(targets, list) else [], **named}
 
 
@@ -125,6 +132,29 @@ def _unlike(stored: dict[str, Any], tune: Tune, where: str) -> Iterator[str]:
     for ours, (theirs, value) in _OF_ADAPTER.items():
         if (there := stored.get(theirs, value)) != getattr(tune, ours):
             yield f"{where} has {theirs} = {there!r}, and tune.{ours} = {getattr(tune, ours)!r}; set tune.{ours}={json.dumps(there)}"
+    if (there := _also(stored)) != sorted(tune.also):
+        if set(there) <= set(KINDS):
+            remedy = f"tune.also = {list(tune.also)}; set tune.also={json.dumps(there)}"
+        else:
+            remedy = f"embeddings, head and norms alone are trained beside adapters here; {_MERGE}"
+        yield f"{where} has modules_to_save = {stored.get('modules_to_save')!r}, and {remedy}"
     for name, value in sorted(stored.items()):
         if value and name not in _READ and value != "none":
-            yield f"{where} has {name} = {value!r}, which is not trained here; merge that adapter into the model and begin a new one"
+            yield f"{where} has {name} = {value!r}, which is not trained here; {_MERGE}"
+
+
+def _also(stored: Mapping[str, Any]) -> list[str]:
+    """tune.also by PEFT's modules_to_save, in order of the alphabet; a name that stands for none of its kinds as it is."""
+    names = stored.get("modules_to_save") or []
+    return sorted(
+        {_kind(str(name).rpartition(".")[2]) or str(name) for name in (names if isinstance(names, list) else [names])}
+    )
+
+
+def _kind(name: str) -> str:
+    """Families have names of their own; model/layers/adapters.py compares the tensors."""
+    if "norm" in name or name.startswith("ln_"):
+        return "norms"
+    if "head" in name or name == "embed_out":
+        return "head"
+    return "embeddings" if "embed" in name or name == "wte" else ""

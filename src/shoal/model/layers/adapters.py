@@ -1,7 +1,8 @@
 """LoRA adapters (arXiv 2106.09685) beside the linear layers of a stage, by PEFT; all other weights are frozen.
 
-A stage then lists its adapters alone as parameters (cut.Stage), so that nothing else is averaged, downloaded or saved. Adapters are
-drawn like weights, per module from (seed, name): any cut has those of the whole model, on any machine.
+A stage then lists its adapters alone as parameters (cut.Stage), and the parts that tune.also names (also.py): nothing else is
+averaged, downloaded or saved. Adapters are drawn like weights, per module from (seed, name): any cut has those of the whole model,
+on any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shoal.config import Config, Tune
 from shoal.model.cut import seeded
-from shoal.model.layers import nf4
+from shoal.model.layers import also, nf4
 from shoal.model.layers.dropout import Dropout, Masks
 from shoal.model.remote import name_of
 from shoal.model.weights import reader, shard_of, tensors_of
@@ -29,6 +30,7 @@ ADAPTER = "default"  # PEFT's name for a model's only adapter
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PeftModel before the names in its files
 _OTHER_LAYERS = "set tune.targets to the target_modules of its adapter_config.json"
+_OTHER_PARTS = "set tune.also to what its modules_to_save stand for, of embeddings, head and norms"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,8 +57,10 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
 def narrow(model: PreTrainedModel, config: Config) -> None:
     """Before weights are allocated: in train.dtype where they are not trained."""
     if config.tune.method != "full" or config.run.serve:
+        trained = {id(value) for value in also.parameters(model, config.tune).values()}
         for value in model.parameters():
-            value.data = value.data.to(DTYPES[config.train.dtype])
+            if id(value) not in trained:
+                value.data = value.data.to(DTYPES[config.train.dtype])
 
 
 def encode(model: PreTrainedModel, config: Config) -> None:
@@ -75,11 +79,19 @@ def attach(model: PreTrainedModel, config: Config) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     masks = Masks(config.run.seed, config.tune.dropout)
+    beside = also.modules(model, config.tune)
     try:
         inject_adapter_in_model(lora, model, ADAPTER)
     except ValueError as error:
         raise ValueError(f"tune.targets = {list(config.tune.targets)}: {error}") from error
+    for module in beside.values():
+        for value in module.parameters(recurse=False):
+            value.requires_grad_()
     for name, module in layers(model):
+        if name in beside:
+            raise ValueError(
+                f"tune.targets: {name} would get an adapter, and tune.also trains its weights; name it in one of them"
+            )
         if isinstance(module, ParamWrapper):
             raise ValueError(
                 f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; name other layers, such as "
@@ -100,17 +112,20 @@ def write(model: PreTrainedModel, config: Config, adapters: dict[str, Tensor], d
     from peft import get_peft_model_state_dict, inject_adapter_in_model
     from safetensors.torch import save_file
 
+    beside = also.peft_names(model, config.tune)
+    whole = {name: adapters[name] for name in also.parameters(model, config.tune)}
     inject_adapter_in_model(settings(config.tune, name_of(config.model.path)), model, ADAPTER)
-    lora = model.peft_config[ADAPTER]  # with the names of the layers that it has found
+    lora: Any = model.peft_config[ADAPTER]  # with the names of the layers that it has found
     lora.inference_mode = True
+    lora.modules_to_save = beside or None
     lora.save_pretrained(directory)
     named = get_peft_model_state_dict(model, state_dict=adapters, adapter_name=ADAPTER)
-    prefixed = {PREFIX + name: value.contiguous() for name, value in named.items()}
+    prefixed = {PREFIX + name: value.contiguous() for name, value in (named | whole).items()}
     save_file(prefixed, Path(directory) / WEIGHTS, {"format": "pt"})
 
 
-def load(model: PreTrainedModel, directory: str) -> None:
-    """Fill the adapters in `model` from a directory of PEFT, or a run's checkpoint. ValueError: it adapts other layers, or those of
+def load(model: PreTrainedModel, tune: Tune, directory: str) -> None:
+    """Fill what is trained of `model` from a directory of PEFT, or a run's checkpoint. ValueError: it adapts other layers, or those of
     another model."""
     from peft import get_peft_model_state_dict
 
@@ -121,6 +136,7 @@ def load(model: PreTrainedModel, directory: str) -> None:
         stored = {name.removeprefix(PREFIX): name for name in shards}
         if any(layers(model)):
             wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+        wanted |= also.parameters(model, tune)
     else:
         shards = shard_of(directory)
         stored = {name: name for name in shards}
@@ -128,17 +144,25 @@ def load(model: PreTrainedModel, directory: str) -> None:
     with reader(directory, shards) as tensor, torch.no_grad():
         for name, value in wanted.items():
             if name not in stored:
-                raise ValueError(f"{where} holds no {name}: {_OTHER_LAYERS}")
+                raise ValueError(f"{where} holds no {name}: {_OTHER_LAYERS if '.lora_' in name else _OTHER_PARTS}")
             if (shape := tensor(stored[name]).shape) != value.shape:
                 raise ValueError(
                     f"{where} is of another base model: its {name} has shape {tuple(shape)}, and the one in model.path"
                     f" needs {tuple(value.shape)}"
                 )
             value.copy_(tensor(stored[name]))
+    _refuse_unused(model, stored, where)
+
+
+def _refuse_unused(model: PreTrainedModel, stored: Iterable[str], where: str) -> None:
+    """ValueError: one of these tensors changes a layer that `model` has, and is not trained there."""
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    still = {name for name, value in model.named_parameters() if not value.requires_grad}
     for name in stored:
         if name.partition(".lora_")[0] in linear:
             raise ValueError(f"{where} holds {name}, which would get no adapter: {_OTHER_LAYERS}")
+        if name in still:
+            raise ValueError(f"{where} holds {name}, which is not trained here: {_OTHER_PARTS}")
 
 
 def layers(model: PreTrainedModel) -> Iterable[tuple[str, Any]]:

@@ -56,16 +56,19 @@ def _product(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs_weight else None, weight if needs_x else None
+        )  # as torch's own: no more than is used
         return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        _, _, needs_bias = ctx.needs_input_grad
         grads = grad.flatten(0, -2)
         return (
-            _product(grad, weight.t()) if needs_x else None,
-            _product(grads.t(), x.flatten(0, -2).t()) if needs_weight else None,
+            None if weight is None else _product(grad, weight.t()),
+            None if x is None else _product(grads.t(), x.flatten(0, -2).t()),
             grads.sum(0) if needs_bias else None,
         )

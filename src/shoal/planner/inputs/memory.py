@@ -14,7 +14,10 @@ far as network.activation_memory_bytes goes. A device whose host's memory is not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -147,7 +150,9 @@ def backward_bytes(stage: StageProfile, boundary_bytes: float, value_bytes: int,
     hand_bytes, others = max(boundary_bytes / stage.passes, stage.input_bytes), 1 - 1 / stage.slices
     input_bytes = 0.0 if stage.first else hand_bytes
     given_bytes = 0.0 if stage.last else hand_bytes  # the gradient of its output
-    most, gradients = _passing(stage.parts, value_bytes, given_bytes / stage.slices, checkpointing)
+    unsaved_bytes = 0.0 if checkpointing else _unsaved_bytes(stage)
+    output_bytes = given_bytes / stage.slices
+    most, gradients = _passing(stage.parts, value_bytes, output_bytes, checkpointing, unsaved_bytes=unsaved_bytes)
     if stage.tied:  # the head's gradient, the embedding's, and their sum
         most = max(most, gradients + stage.parts[0].parameters * value_bytes)
     most = max(most, stage.parameters * value_bytes + input_bytes / stage.slices)  # with the gradient of its input
@@ -177,13 +182,20 @@ def _shared_bytes(parts: Sequence[Part], checkpointing: bool) -> float:
 
 
 def _passing(
-    parts: Sequence[Part], value_bytes: int, output_bytes: float, checkpointing: bool = False
+    parts: Sequence[Part],
+    value_bytes: int,
+    output_bytes: float,
+    checkpointing: bool = False,
+    *,
+    unsaved_bytes: float = 0.0,
 ) -> tuple[float, float]:
     """The peak of the parts' passes, and the bytes of their gradients: at each part what the parts before keep, what it keeps
-    and works with, and the gradients made so far. Without the gradient of the output, but with the output."""
+    and works with, and the gradients made so far. Without the gradient of the output, but with the output. `unsaved_bytes`: of the
+    first block's input, where no block saves it."""
     most, gradients = 0.0, 0.0
     kept, shared = _kept_bytes_of(parts, checkpointing), _shared_bytes(parts, checkpointing)
     passed = _shared_bytes(parts, True)
+    first = next((number for number, part in enumerate(parts) if part.input_bytes), len(parts))
     for number in reversed(range(len(parts))):
         part = parts[number]
         gradients += part.parameters * value_bytes
@@ -194,36 +206,66 @@ def _passing(
             own_bytes += output_bytes
         most = max(most, sum(kept[:number]) + own_bytes + gradients + shared)
         if not (checkpointing and part.input_bytes):
-            most = max(most, sum(kept[:number]) + part.forward_bytes + passed)
+            held_bytes = (
+                unsaved_bytes if number > first and part.input_bytes else 0.0
+            )  # the family's code holds it meanwhile
+            most = max(most, sum(kept[:number]) + part.forward_bytes + passed + held_bytes)
     return most, gradients
 
 
+def _unsaved_bytes(stage: StageProfile, start: int = 0) -> float:
+    """Of the input of the first block among the parts from `start`, where it has no gradient: all before it is frozen."""
+    first = next((number for number, part in enumerate(stage.parts) if number >= start and part.input_bytes), None)
+    if first is None or not stage.first or any(part.parameters for part in stage.parts[:first]):
+        return 0.0
+    return stage.parts[first].input_bytes
+
+
 def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
+    """In the groups that take least, of those that the executor may choose (executor/swap/memory.py)."""
     hand_bytes = max(boundary_bytes, stage.input_bytes) / stage.slices
-    groups: list[list[Part]] = [[]]  # as the executor makes the most of them: by the bytes that are loaded
-    loaded = {id(part): part.parameters * value_bytes + part.frozen_bytes for part in stage.parts}
-    for part in stage.parts:
-        if groups[-1] and sum(loaded[id(each)] for each in (*groups[-1], part)) > max(loaded.values()):
-            groups.append([])
-        groups[-1].append(part)
-    group_bytes = [sum(loaded[id(part)] for part in group) for group in groups]
-    part_bytes = sum(max(group_bytes[slot::2], default=0.0) for slot in range(2))
-    sizes = [sum(part.parameters for part in group) for group in groups]
-    if stage.tied:  # the first group adds up both gradients
-        sizes[-1] -= stage.parts[0].parameters
-    passing_bytes = max(_group_bytes(stage, group, value_bytes, hand_bytes) for group in groups)
+    loaded = [part.parameters * value_bytes + part.frozen_bytes for part in stage.parts]
+    least = math.inf
+    for spans in _partitions(loaded):
+        group_bytes = [sum(loaded[start:stop]) for start, stop in spans]
+        sizes = [sum(part.parameters for part in stage.parts[start:stop]) for start, stop in spans]
+        if stage.tied:  # the first group adds up both gradients
+            sizes[-1] -= stage.parts[0].parameters
+            group_bytes[-1] -= loaded[0] if len(spans) == 1 else 0.0
+        held_bytes = sum(max(group_bytes[slot::2], default=0.0) for slot in range(2)) + FP32 * max(sizes)
+        if held_bytes < least:  # a coarser cut seldom makes up for what it loads
+            passing_bytes = max(_group_bytes(stage, span, value_bytes, hand_bytes) for span in spans)
+            least = min(least, held_bytes + passing_bytes)
     return Need(
-        SLACK * (part_bytes + FP32 * max(sizes) + passing_bytes),
+        SLACK * least,
         stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes) + stage.frozen_bytes,
         outer_bytes=optimizer.outer_bytes(stage),
     )
 
 
-def _group_bytes(stage: StageProfile, group: Sequence[Part], value_bytes: int, hand_bytes: float) -> float:
-    """Peak of a slice's backward pass through a group of parts of a swapping stage."""
+def _partitions(sizes: Sequence[float]) -> Iterator[list[tuple[int, int]]]:
+    """Cuts into fewer and fewer groups, filled one after another; each has the smallest largest group for its number of groups."""
+    sums = [0.0, *accumulate(sizes)]
+    caps = sorted({stop - start for number, start in enumerate(sums) for stop in sums[number + 1 :]})
+    fewest = len(sizes) + 1
+    for cap in caps[bisect_left(caps, max(sizes)) :]:
+        spans, start = list[tuple[int, int]](), 0
+        for stop in range(1, len(sums)):
+            if sums[stop] - sums[start] > cap:
+                spans.append((start, stop - 1))
+                start = stop - 1
+        spans.append((start, len(sizes)))
+        if len(spans) < fewest:
+            fewest = len(spans)
+            yield spans
+
+
+def _group_bytes(stage: StageProfile, span: tuple[int, int], value_bytes: int, hand_bytes: float) -> float:
+    """Peak of a slice's backward pass through the parts of that span of a swapping stage."""
+    group = stage.parts[slice(*span)]
     first, last = stage.first and group[0] is stage.parts[0], stage.last and group[-1] is stage.parts[-1]
     input_bytes, given_bytes = 0.0 if first else hand_bytes, 0.0 if last else hand_bytes
-    most, gradients = _passing(group, value_bytes, given_bytes)
+    most, gradients = _passing(group, value_bytes, given_bytes, unsaved_bytes=_unsaved_bytes(stage, span[0]))
     if stage.tied and first:  # the head's gradient comes back, and is added
         most = max(most, gradients + 2 * stage.parts[0].parameters * value_bytes)
     most = max(most, gradients + input_bytes)

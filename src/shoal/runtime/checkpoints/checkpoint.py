@@ -331,8 +331,9 @@ def about(config: Config, data: str, data_note: str) -> About:
     """What this run's checkpoints say of it. Reads the model's configuration and the tokenizer: once per process."""
     from shoal.model import sequential
     from shoal.model.families import cuts, hf_config
-    from shoal.model.layers import adapters, boundary
+    from shoal.model.layers import adapters, also, boundary
     from shoal.model.remote import name_of
+    from shoal.model.stages import on_meta
     from shoal.runtime.data.tokenizer import open_tokenizer
 
     if config.device.executor == "emulated":
@@ -348,6 +349,8 @@ def about(config: Config, data: str, data_note: str) -> About:
     base = ""
     if config.tune.method != "full":  # transformers then looks for the frozen weights where they are, or says so
         lora: Any = adapters.settings(config.tune, name_of(config.model.path))  # not annotated by PEFT
+        if config.tune.also:
+            lora.modules_to_save = also.peft_names(on_meta(hf), config.tune)
         described["adapter_config.json"] = json.dumps(lora.to_dict(), indent=2, default=list).encode()
         base = weight_files.fingerprint(Path(config.model.path))
     return About(config, data, data_note, described | tokenizer, base)

@@ -41,15 +41,15 @@ def line_rates(members: Iterable[Member], facts: Facts, settings: Settings) -> d
         rates = settings.line_rates
         return {one.peer: rates[one.seat] if 0 <= one.seat < len(rates) else 0 for one in members}
     reported = {one.peer: _line(one.peer, facts) for one in members}
-    rates = believed(list(reported.values()))
-    return dict(zip(reported, rates, strict=True)) if rates else {}
+    believable = believed(list(reported.values()))
+    return dict(zip(reported, believable, strict=True)) if believable else {}
 
 
-def believed(rates: Sequence[int]) -> Sequence[int]:
+def believed(rates: Sequence[int]) -> list[int]:
     """What measured rates count as, kB/s; 0: not measured. Empty if none is. The forecaster asks, too."""
     known = [rate for rate in rates if rate]
     if not known:
-        return ()
+        return []
     usual = round(median(known))
     return [
         usual if not rate or usual / CLOSE <= rate <= usual * CLOSE else min(rate, round(FAR * usual)) for rate in rates
