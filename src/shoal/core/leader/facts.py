@@ -137,14 +137,9 @@ class Facts:
         serving, own = self.known.serving, self.heartbeats[member.peer].digest
         if member.peer in serving:
             return False
-        differ = False
+        differ, state = False, (view.step, view.epoch)
         for peer, other in self.heartbeats.items():
-            if (
-                other.digest
-                and other.step == view.step
-                and other.epoch == view.epoch
-                and serving.get(peer) == member.stage
-            ):
+            if other.digest and (other.step, other.epoch) == state and serving.get(peer) == member.stage:
                 if other.digest == own:
                     return False
                 differ = True

@@ -436,8 +436,7 @@ class Hops:
         step, index, stage = job.message.step, job.message.index, self._replica.stage
         x, *more = self._inputs(job)
         if job.backward:
-            grad = more[0] if more else ""
-            return [Do(RunBackward(job.task, step, index, stage, x, grad, out, heldout))]
+            return [Do(RunBackward(job.task, step, index, stage, x, more[0] if more else "", out, heldout))]
         return [Do(RunForward(job.task, step, index, stage, x, out, heldout))]
 
     def _complete(self, job: Job) -> bool:
