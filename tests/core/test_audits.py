@@ -326,6 +326,20 @@ def test_one_that_has_left_in_the_step_may_have_sent_anything() -> None:
         assert seen == expected
 
 
+def test_one_that_has_left_in_the_step_and_is_back_need_not_know_what_it_made_before() -> None:
+    swarm = Swarm()
+    honest = swarm.answer
+
+    def answer(name: str) -> m.AuditAnswer:
+        said = honest(name)
+        return replace(said, records=tuple(one for one in said.records if one.source)) if name == "b1" else said
+
+    swarm.answer = answer  # type: ignore[method-assign]
+    for left, told in ((frozenset(["b1"]), False), (frozenset[str](), True)):
+        _, outcomes = audited(swarm, Audits(AUDITED, always()), gone=left)
+        assert any(one.unlike for one in outcomes) == told and guilty(outcomes) == []
+
+
 # ------------------------------------------------------------------------------------------- what is sent and received
 
 
