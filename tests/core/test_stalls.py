@@ -19,10 +19,11 @@ from shoal.core.leader.books.stalls import (
     STRIKES,
     TOO_LONG,
     Stalls,
+    Takeovers,
 )
 from shoal.core.leader.evictions import COMPLAINTS, Conduct
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.membership import owners_of
+from shoal.core.leader.membership import most_resting, owners_of
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=9)
@@ -466,7 +467,7 @@ def test_an_owner_that_waits_for_others_is_not_to_blame(at: str) -> None:
         step.answer("b", at=at)
         _, moves = step.judge(LONG_S + 0.1)
         assert moves and step.reassign(moves)[1] == []
-        assert step.stalls.rests("b"), "but it gets none for a while: nobody can tell"
+        assert step.stalls.resting("abcd"), "but it gets none for a while: nobody can tell"
 
 
 def test_an_owner_from_whom_others_took_over_rests_ever_longer() -> None:
@@ -475,7 +476,7 @@ def test_an_owner_from_whom_others_took_over_rests_ever_longer() -> None:
         step.hang()
         step.reassign(step.judge(ANSWER_S + 0.1)[1])
         rests.append(0)
-        while step.stalls.rests("b"):
+        while step.stalls.resting("abcd"):
             step.stalls.on_step(step.now, first=False)
             rests[-1] += 1
         step.view = VIEW
@@ -483,6 +484,17 @@ def test_an_owner_from_whom_others_took_over_rests_ever_longer() -> None:
         step.ask()
     assert rests == [REST, REST * LONGER]
     assert owners_of(MEMBERS, 4, {"b"}) == (0, 2, 3, 0) and owners_of(MEMBERS, 4, set("abcd")) == (0, 1, 2, 3)
+
+
+def test_where_most_owners_get_nowhere_a_third_rests_and_no_more() -> None:
+    """Followers take a leader that lets more rest for one that keeps microbatches for itself."""
+    stalls, peers = Stalls(SETTINGS), [f"p{number}" for number in range(9)]
+    often = Takeovers((), (), (), dict.fromkeys(peers[:2], 1), (), {})
+    for struck in (often, Takeovers((), (), (), dict.fromkeys(peers, 1), (), {})):
+        stalls.settle(struck)
+    assert len(stalls.resting(peers)) == most_resting(9) == 3
+    assert set(peers[:2]) < stalls.resting(peers), "those from whom others took over most often"
+    assert stalls.resting(peers[7:]) == set(peers[7:]), "two in any case"
 
 
 def test_several_microbatches_at_once_are_one_strike() -> None:

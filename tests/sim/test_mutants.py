@@ -312,7 +312,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, .
     (adds_a_booked_microbatch_again, STORM, (17, 20)),
     (takes_any_half_for_a_quorum, HALVES, (8, 1)),
     (applies_what_it_does_not_hold, ROUNDS, (22, 3)),
-    (keeps_a_fenced_peers_books, ROUNDS, (8, 20)),
+    (keeps_a_fenced_peers_books, STORM, (0, 6)),
     (adopts_without_asking_for_books, ROUNDS, (19, 22)),
     (commits_before_all_is_booked, ROUNDS, (20, 23)),
     (computes_with_the_newest_parameters, LATE, (19, 22)),

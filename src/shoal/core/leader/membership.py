@@ -14,6 +14,8 @@ from shoal.core.leader.rebalance import Move
 from shoal.core.messages import Account, Member, Newcomer, Peer, Settings, View
 from shoal.core.names import THIRD, invite_of, key_of
 
+FEW_REST = 2  # members that may rest in any case
+
 
 def moving(
     members: tuple[Member, ...], joining: tuple[Member, ...], moves: tuple[Move, ...]
@@ -59,6 +61,11 @@ def on_probation(view: View) -> set[Peer]:
     """Members and joiners with a new key."""
     keys = {one.key for one in view.newcomers}
     return {one.peer for one in view.members + view.joining if keys and key_of(one.peer) in keys}
+
+
+def most_resting(members: int) -> int:
+    """Of so many: where others took over from more, the fault is not theirs, and followers doubt a leader that lets more rest."""
+    return max(FEW_REST, members // THIRD)
 
 
 def owners_of(

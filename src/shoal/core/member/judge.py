@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
-from shoal.core.leader.membership import inherit, on_probation, owned
+from shoal.core.leader.membership import inherit, most_resting, on_probation, owned
 from shoal.core.member.notes import StallNotes
 from shoal.core.messages import Command, Note, Objection, Peer, Phase, Send, Settings, View
 from shoal.core.names import key_of
@@ -175,7 +175,7 @@ class LeaderJudge:
             wanted = inherit(before, view.members, ())
         else:
             rest = {one.peer for at, one in enumerate(view.members) if at not in view.owners and one.peer not in new}
-            if len(view.owners) >= len(view.members) and len(rest) > max(FEW, len(view.members) // 3):
+            if len(view.owners) >= len(view.members) and len(rest) > most_resting(len(view.members)):
                 return f"{len(rest)} of {len(view.members)} members own no microbatch"
             rest = rest if len(view.owners) >= len(view.members) else set()
             wanted = owned(view.members, self._settings.count(view.step), rest, new, self._settings)

@@ -8,13 +8,14 @@ others had to take over again and again, and a server that two owners wait for. 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from math import inf
 
 import msgspec
 
 from shoal.core.leader.evictions import Conduct, Verdict
 from shoal.core.leader.ledger import Ledger
-from shoal.core.leader.membership import owners_of
+from shoal.core.leader.membership import most_resting, owners_of
 from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
 from shoal.core.names import key_of
 from shoal.core.replica_state import owner_of
@@ -261,9 +262,10 @@ class Stalls:
                 reasons.append(f"{given[index]} takes over microbatch {index}: {why}")
         return Takeovers(tuple(owners), tuple(reasons), tuple(verdicts), struck, tuple(moves), given)
 
-    def rests(self, peer: Peer) -> bool:
-        """It gets no microbatches in the next step: others had to take over what it had."""
-        return self._rests.get(peer, (0, 0))[1] > self._steps
+    def resting(self, members: Collection[Peer]) -> set[Peer]:
+        """Those that get no microbatches in the next step: others had to take over what they had, and the most often."""
+        late = [peer for peer in members if self._rests.get(peer, (0, 0))[1] > self._steps]
+        return set(sorted(late, key=lambda peer: (self._rests[peer], peer), reverse=True)[: most_resting(len(members))])
 
     def settle(self, takeovers: Takeovers) -> None:
         """These are decided."""

@@ -209,7 +209,7 @@ def _owners(view: View, members: tuple[Member, ...], over: bool, facts: Facts, s
         return ()
     if view.ahead:
         return inherit(view, members, ())
-    rest = {one.peer for one in members if facts.evidence.stalls.rests(one.peer)}
+    rest = facts.evidence.stalls.resting([one.peer for one in members])
     return owned(members, settings.count(view.step + 1), rest, on_probation(view), settings)
 
 
