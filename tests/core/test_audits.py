@@ -335,9 +335,9 @@ def test_one_that_has_left_in_the_step_and_is_back_need_not_know_what_it_made_be
         return replace(said, records=tuple(one for one in said.records if one.source)) if name == "b1" else said
 
     swarm.answer = answer  # type: ignore[method-assign]
-    for left, told in ((frozenset(["b1"]), False), (frozenset[str](), True)):
+    for left, differs in ((frozenset(["b1"]), False), (frozenset[str](), True)):
         _, outcomes = audited(swarm, Audits(AUDITED, always()), gone=left)
-        assert any(one.unlike for one in outcomes) == told and guilty(outcomes) == []
+        assert any(one.unlike for one in outcomes) == differs and guilty(outcomes) == []
 
 
 # ------------------------------------------------------------------------------------------- what is sent and received

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 # Of time in which the line was busy: several round trips, so that acknowledgements in bursts matter little
 SAMPLE_S = 0.5
+# Samples before the line is known: the first of a fresh connection are of a window that still grows, a third of what the line carries
+KNOWN = 8
 KEEP_S = 120.0  # A step of the laboratory takes 5 to 50 s, and in each there is averaging, when all lines are full
 
 
@@ -19,6 +21,7 @@ class BusyRate:
         self._nbytes = 0
         self._busy_s = 0.0
         self._samples: tuple[tuple[float, float], ...] = ()  # when, bytes per second
+        self._count = 0  # of all samples since none was kept
         self._active = 0  # pieces that are arriving
         self._since = 0.0  # what has been counted of the time in which some were
 
@@ -40,10 +43,13 @@ class BusyRate:
         if self._busy_s >= SAMPLE_S:
             fresh = tuple(sample for sample in self._samples if sample[0] > now - KEEP_S)
             sample = now, self._nbytes / self._busy_s
+            self._count = self._count + 1 if fresh else 1
             # Older and lower ones will never be the highest
             self._samples = (*(each for each in fresh if each[1] > sample[1]), sample)
             self._nbytes, self._busy_s = 0, 0.0
 
     def rate_Bps(self, now: float) -> float:
         """0: the line has not been busy for long enough."""
+        if self._count < KNOWN:
+            return 0.0
         return max((rate for at, rate in self._samples if at > now - KEEP_S), default=0.0)
