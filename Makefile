@@ -13,16 +13,17 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo wheel test check format lint imports types unit slow gpu bench structure protocol results recipes papers configuration docs clean
+.PHONY: help setup demo wheel test check format lint imports types unit long slow gpu bench structure protocol results recipes papers configuration docs clean
 
 help:
 	@echo "make setup   .venv with Shoal and its tools"
 	@echo "make demo    six local peers train a byte-level language model"
 	@echo "make wheel   dist/, as others install it: wheel built, checked, installed into an empty environment and run"
 	@echo "make test    setup, then every check and every quick test (what CI runs)"
-	@echo "make check   the same without setup and end-to-end tests, for every commit"
+	@echo "make check   the same without setup, end-to-end tests and what takes over 0.2 s, for every commit"
 	@echo "make slow    the tests marked slow;  make gpu: the first hour on a card"
 	@echo "make bench   every benchmark; each prints one JSON line"
+	@echo "make long    tests/long.txt, the tests that check leaves to test, measured anew"
 	@echo "make structure  sizes, complexity, cycles of the sources; AGAINST=REF compares with a commit"
 	@echo "make format  rewrite the sources in our format;  make protocol: docs/protocol.md and docs/view.md from the code"
 	@echo "make results docs/results.md and its plots from benchmarks/results.jsonl"
@@ -56,7 +57,12 @@ test: setup
 	@$(MAKE) --no-print-directory lint imports types docs unit
 
 check: lint imports types docs
-	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu' --ignore=tests/e2e
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu and not long' --ignore=tests/e2e
+
+# On an idle machine. What takes over 0.2 s is for `make test` alone.
+long: setup
+	$(PY) -m pytest -q $(BOTH) -m 'not slow and not gpu' --ignore=tests/e2e --junitxml=build/tests.xml
+	$(PY) tools/long_tests.py build/tests.xml
 
 lint:
 	$(PY) -m ruff format --check .

@@ -1,13 +1,26 @@
 """For every test: one OpenMP thread, set before torch is imported. Tests run beside one another, and threads that wait for a
 busy core by spinning made those of model and executor four times slower (81 s against 23 s on 2 cores at a load of 9).
 
+Those that tests/long.txt lists get the mark `long`: `make check` leaves them to `make test`.
+
 And Ctrl-C is heeded: what a shell starts in the background ignores it, and so would every process that a test starts and interrupts."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = frozenset(Path(__file__).with_name("long.txt").read_text().split())  # tools/long_tests.py writes it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0] in LONG:
+            item.add_marker(pytest.mark.long)
