@@ -122,6 +122,7 @@ class LeaderJudge:
         self._told: dict[Peer, float] = {}
         self._gone: dict[Peer, float] = {}  # voters that a view has removed, and when
         self._doubted = ""
+        self._look_at = 0.0
         register.judge = self.objection
 
     # ------------------------------------------------------------------------------------------------------ proposals
@@ -225,9 +226,12 @@ class LeaderJudge:
         return self._pauses.too_long(timeout_s, now)
 
     def tick(self, now: float) -> list[Command]:
-        """Notes, and words to the others."""
+        """Notes, and words to the others. Time passes slowly for this: twice in a heartbeat is enough."""
         view, leader = self._register.agreed, self._register.leader
         commands = self._tell(view, now)
+        if now < self._look_at:
+            return commands
+        self._look_at = now + self._settings.heartbeat_s / 2
         if view is None or leader is None or self._register.leading or not self._register.views.votes_here():
             return commands
         why = self.doubts(view, now)
