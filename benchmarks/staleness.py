@@ -32,6 +32,8 @@ HELD_OUT_STEPS = 10**6  # samples far beyond those that are trained on
 HELD_OUT = 256  # sequences
 MOST_PERCENT = 0.5  # that a choice of the planner may cost: benchmarks/papers/tax.py
 LATE = "train.staleness=1"
+MUON = ("train.optimizer=muon",)
+WITHOUT_FIRST = "train.betas=[0.0, 0.95]"  # what AdamW steps has no momentum
 
 
 class Variant(NamedTuple):
@@ -48,6 +50,14 @@ VARIANTS = {
     "exact, rate 0.3": Variant(("train.learning_rate=3e-4",)),
     "delayed, rate 0.3": Variant((LATE, "train.learning_rate=3e-4")),
     "8-bit moments": Variant(("train.moments=8bit",)),
+    "delayed, beta1 0": Variant((LATE, WITHOUT_FIRST)),
+    "Muon": Variant(MUON),
+    "Muon delayed": Variant((*MUON, LATE)),
+    "Muon delayed, beta1 0": Variant((*MUON, LATE, WITHOUT_FIRST)),
+    "exact, rate 2": Variant(("train.learning_rate=2e-3",)),
+    "exact, rate 4": Variant(("train.learning_rate=4e-3",)),
+    "Muon, rate 2": Variant((*MUON, "train.learning_rate=2e-3")),
+    "Muon delayed, beta1 0, rate 2": Variant((*MUON, LATE, WITHOUT_FIRST, "train.learning_rate=2e-3")),
 }
 
 

@@ -69,6 +69,44 @@ class SeparateAdamW(torch.optim.AdamW):
                 value.copy_(value * (1 - lr * group["weight_decay"]) - mean * (lr / (1 - beta1**count)) / divisor)
 
 
+class SeparateMuon(SeparateAdamW):
+    """For groups of matrices that say so: products of whole numbers, in 64 bits, of which no sum is rounded."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups, self.param_groups = self.param_groups, [group for group in self.param_groups if "muon" not in group]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            for value in group["params"] if "muon" in group else []:
+                mean = self.state[value].setdefault("exp_avg", torch.zeros_like(value))
+                mean.copy_(mean * 0.95 + value.grad * (1 - 0.95))
+                way = _orthogonal(value.grad * (1 - 0.95) + mean * 0.95)
+                size = group["lr"] * 0.2 * math.sqrt(max(value.shape))
+                value.copy_(value * (1 - group["lr"] * group["weight_decay"]) - way * size)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    if matrix.shape[0] > matrix.shape[1]:
+        return _orthogonal(matrix.T.contiguous()).T
+    x = matrix * (1 / (math.sqrt(_squares(matrix.flatten())) + 1e-7))
+    for _ in range(5):
+        gram = _product(x, x.T)
+        x = x * 3.4445 + _product(gram * -4.7750 + _product(gram, gram) * 2.0315, x)
+    return x
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Of values rounded to 20 bits below the power of two above the largest."""
+    assert left.shape[1] <= 2**13
+    ups = [20 - math.frexp(float(factor.abs().max()))[1] for factor in (left, right)]
+    a, b = (
+        np.rint(np.ldexp(factor.double().numpy(), up)).astype(np.int64)
+        for factor, up in zip((left, right), ups, strict=True)
+    )
+    return torch.from_numpy(np.ldexp((a @ b).astype(np.float64), -sum(ups)).astype(np.float32))
+
+
 class SeparateSGD(torch.optim.SGD):
     """With Nesterov momentum, likewise."""
 
@@ -99,10 +137,19 @@ class OneProcess:
         assert sorted(name for names in self.names for name in names) == sorted(self.parameters), (
             "the stages do not make the whole model"
         )
-        matrices = [value for value in self.parameters.values() if value.dim() >= 2]
+        inner = {id(value) for name, value in self.parameters.items() if ".layers." in name and value.dim() == 2}
+        inner = inner if config.train.optimizer == "muon" else set()
+        matrices = [value for value in self.parameters.values() if value.dim() >= 2 and id(value) not in inner]
         vectors = [value for value in self.parameters.values() if value.dim() < 2]
-        self.optimizer = SeparateAdamW(
-            [{"params": matrices, "weight_decay": config.train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.train.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        if inner:
+            own = [value for value in self.parameters.values() if id(value) in inner]
+            groups.append({"params": own, "weight_decay": config.train.weight_decay, "muon": True})
+        self.optimizer = SeparateMuon(
+            groups,
             betas=config.train.betas,
             eps=config.train.epsilon,
         )
@@ -153,6 +200,7 @@ class OneProcess:
                 f"{moment}/{name}": moments[value][moment]
                 for moment in ("exp_avg", "exp_avg_sq")
                 for name, value in self.parameters.items()
+                if moment in moments[value]
             },
         }
 

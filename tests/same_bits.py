@@ -63,6 +63,13 @@ def steps() -> None:
             gradient = drawn(10 + step, length)
             master.apply(gradient, optimizer.norm_sq(gradient) ** 0.5, step)
         show(f"adamw/{moments}", *master.state().values())
+    parameters = [drawn(1, 300, 1100), drawn(2, 90, 40), drawn(3, 77)]
+    length = sum(value.numel() for value in parameters)
+    master = Master(("block.0.wide", "block.0.tall", "norm"), parameters, a_config("train.optimizer=muon"))
+    for step in range(3):
+        gradient = drawn(30 + step, length)
+        master.apply(gradient, optimizer.norm_sq(gradient) ** 0.5, step)
+    show("muon", *master.state().values())
     for schedule in ("cosine", "linear", "constant"):
         rates = [learning_rate(Train(schedule=schedule), 997, step) for step in range(997)]
         show(schedule, torch.tensor(rates, dtype=torch.float64))

@@ -37,7 +37,7 @@ RUN = frozenset(
     model.tied_embeddings model.boundary model.extra
     data.source data.format data.field data.packing data.weights data.wrong_rows data.split data.sequence data.digest data.document_end
     eval.every eval.samples eval.patience eval.keep_best
-    train.batch train.microbatch train.dtype train.learning_rate train.betas train.epsilon train.moments train.weight_decay
+    train.batch train.microbatch train.dtype train.optimizer train.learning_rate train.betas train.epsilon train.moments train.weight_decay
     train.clip train.schedule train.warmup train.final_ratio train.local_steps train.local_batch train.local_warmup
     train.outer_learning_rate train.outer_momentum train.staleness train.on_nonfinite
     tune.method tune.rank tune.alpha tune.targets tune.also tune.dropout tune.rslora tune.dora tune.quantize tune.lend tune.description

@@ -169,10 +169,11 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
     assert_same_bits(left, reference.commits(left.directory))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
-    tmp_path: Path,
+    tmp_path: Path, optimizer: str
 ) -> None:
-    config = a_config(STAGES, STAGES * REPLICAS, steps=5, staleness=1)
+    config = a_config(STAGES, STAGES * REPLICAS, steps=5, staleness=1, optimizer=optimizer)
     left = trained_in_memory(tmp_path, config)
     commits = reference.commits(left.directory)
     process = assert_same_bits(left, commits)

@@ -42,7 +42,7 @@ def _updated(config: Config) -> list[Tensor]:
     """Parameters and moments after some steps, the norm, and an outer step of local steps."""
     device = torch.device("cpu") if config.device.executor == "swapping" else device_of(config)
     parameters = [_drawn(1, ROWS, COLUMNS).to(device), _drawn(2, COLUMNS).to(device)]
-    master = Master(("matrix", "vector"), parameters, config)
+    master = Master(("block.0.matrix", "vector"), parameters, config)
     norms = []
     for step in range(STEPS):
         gradient = _drawn(3 + step, master.length)

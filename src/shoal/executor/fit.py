@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 
-from shoal.config import ROUND_COPIES, Config
+from shoal.config import ROUND_COPIES, Config, Train
 from shoal.executor.base import device_of, memory_limit
 from shoal.executor.swap.groups import Runner
 from shoal.host import free_bytes
 from shoal.model import stages
 from shoal.model.cut import Stage, cut
 from shoal.numerics.eightbit import nbytes
+from shoal.numerics.muon import single_moments
 from shoal.units import size
 
 ROUND_BYTES = 4  # per parameter while a round runs, besides run.averaging_memory_bytes: the averaged gradient
@@ -50,7 +51,7 @@ def check_stage(config: Config, stage: int) -> None:
 
 def stage_bytes(stage: Stage, config: Config) -> int:
     """Device bytes of a resident stage besides its activations."""
-    return _values(stage) * resident_bytes(config) + _moments(stage, config.train.moments) + frozen_bytes(stage)
+    return _values(stage) * resident_bytes(config) + _moments(stage, config.train) + frozen_bytes(stage)
 
 
 def frozen_bytes(stage: Stage) -> int:
@@ -64,7 +65,7 @@ def advice(config: Config, stage: int) -> str:
         return "an emulated stage takes little: this machine has no memory left"
     device, train = config.device, config.train
     stage_shape = stages.hollow(config, stage)
-    moments = _moments(stage_shape, train.moments)
+    moments = _moments(stage_shape, train)
     if device.executor == "resident":
         needed, what = stage_bytes(stage_shape, config), "device memory before any activation"
     else:
@@ -73,7 +74,7 @@ def advice(config: Config, stage: int) -> str:
     hints = {
         "device.executor=swapping": device.executor == "resident" and device_of(config).type != "mps",
         "device.sequences=1": train.microbatch > 1 and device.sequences != 1,
-        "train.moments=8bit": train.moments != "8bit",
+        "train.moments=8bit": train.moments != "8bit" and train.optimizer == "adamw",
         f"run.stages={config.run.stages + 1}": config.run.stages < sum(map(len, _blocks(config))),
     }
     tries = [hint for hint, helps in hints.items() if helps] or ["a machine with more memory"]
@@ -90,14 +91,14 @@ def _blocks(config: Config) -> tuple[range, ...]:
 
 
 def resident_bytes(config: Config) -> int:
-    """Bytes per parameter besides AdamW's moments: fp32 value and sum; with bfloat16 the rounded copy too; another replica's sum where
+    """Bytes per parameter besides the moments: fp32 value and sum; with bfloat16 the rounded copy too; another replica's sum where
     steps are audited."""
     audited = 4 if config.run.spot_checks else 0
     return 8 + (0 if config.train.dtype == "float32" else 2) + audited + _late_bytes(config)
 
 
 def host_bytes(config: Config) -> int:
-    """Host bytes per parameter, besides AdamW's moments and those of a round."""
+    """Host bytes per parameter, besides the moments and those of a round."""
     copies = 0 if config.train.dtype == "float32" else 2
     apart = 8 if config.train.local_steps > 1 else 0  # parameters at the start of the round, and the outer momentum
     if config.device.executor == "swapping":  # value, sum, and the pending sum
@@ -113,9 +114,17 @@ def _late_bytes(config: Config) -> int:
     return 12 if config.train.dtype == "float32" else 6
 
 
-def _moments(stage_shape: Stage, how: str) -> int:
-    """Bytes of AdamW's two moments in format `how` (train.moments)."""
-    return sum(nbytes(value.numel(), how) for _, value in stage_shape.named_parameters())
+def _moments(stage_shape: Stage, train: Train) -> int:
+    """Bytes of the optimizer's moments."""
+    single = single_moments({name: value.shape for name, value in stage_shape.named_parameters()}, train)
+    return sum(
+        4 * value.numel() if name in single else nbytes(value.numel(), train.moments)
+        for name, value in stage_shape.named_parameters()
+    )
+
+
+def _eight_bits(stage_shape: Stage) -> int:
+    return sum(nbytes(value.numel(), "8bit") for _, value in stage_shape.named_parameters())
 
 
 def _values(stage: Stage) -> int:
@@ -132,7 +141,7 @@ def check_host(config: Config, stage: int) -> Stage:
     values, where = _values(stage_shape), _where(config, stage)
     rounds = config.run.peers > 1
     on_host = config.device.executor == "swapping" or device_of(config).type == "cpu"
-    moments = _moments(stage_shape, config.train.moments) / values if on_host else 0.0
+    moments = _moments(stage_shape, config.train) / values if on_host else 0.0
     value_bytes, copies = host_bytes(config) + moments + ROUND_BYTES * rounds, 4 * ROUND_COPIES * rounds
     round_bytes = min(config.run.averaging_memory_bytes, copies * values)
     frozen = frozen_bytes(stage_shape) * on_host
@@ -143,7 +152,8 @@ def check_host(config: Config, stage: int) -> Stage:
     enough = config.run.stages * math.ceil(needed / free)
     blocks = sum(map(len, _blocks(config)))
     hints = []
-    if on_host and needed - moments * values + _moments(stage_shape, "8bit") <= free:
+    adamw = config.train.optimizer == "adamw"
+    if on_host and adamw and needed - moments * values + _eight_bits(stage_shape) <= free:
         hints.append("train.moments=8bit")
     if enough <= blocks:
         # One machine that trains alone cannot share the model out among stages.

@@ -1,4 +1,4 @@
-"""The fp32 parameters of a stage and their AdamW, on any device: changed by a step, written to a checkpoint, covered by the digest.
+"""The fp32 parameters of a stage and their optimizer, on any device: changed by a step, written to a checkpoint, covered by the digest.
 
 For the executors, which keep the rounded copies to compute with and refresh them after a change.
 """
@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.config import Config
+from shoal.config import Config, Train
 from shoal.executor.base import copy_state_, digest_of
 from shoal.numerics.eightbit import EightBit
+from shoal.numerics.muon import Muon
 from shoal.numerics.optimizer import AdamW, Optimizer, Schedule, clip_factor, scheduled
 
 
@@ -28,8 +29,7 @@ class Master:
         self._clip = config.train.clip
         self._schedule = schedule or scheduled(config.train, config.run.steps)
         named = dict(zip(self._names, self.parameters, strict=True))
-        coded = config.train.moments == "8bit"
-        self._optimizer: Optimizer = EightBit(named, config.train) if coded else AdamW(named, config.train)
+        self._optimizer = _optimizer(named, config.train)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat` (length,), one per parameter."""
@@ -51,3 +51,9 @@ class Master:
 
     def digest(self) -> str:
         return digest_of(self.parameters)
+
+
+def _optimizer(parameters: Mapping[str, Tensor], train: Train) -> Optimizer:
+    if train.optimizer == "muon":
+        return Muon(parameters, train)
+    return EightBit(parameters, train) if train.moments == "8bit" else AdamW(parameters, train)

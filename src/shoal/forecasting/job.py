@@ -87,10 +87,11 @@ def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
     machines = grouped(problem.cluster)
     emulated = problem.emulated_s > 0
     forward_s, backward_s = (_by_kind(each, seats, machines, emulated) for each in (seats.forward_s, seats.backward_s))
-    values = [nbytes / VALUE_BYTES for nbytes in (problem.emulated_gradient_bytes,) * seats.stages]
+    emulated_bytes = problem.emulated_gradient_bytes * (1 + MOMENTS_BYTES[problem.moments] / VALUE_BYTES)
+    state_bytes = [emulated_bytes] * seats.stages
     if not problem.emulated_s:
-        values = [problem.profile.stage(range(stage.first, stage.end)).parameters for stage in plan.stages]
-    value_bytes = VALUE_BYTES + MOMENTS_BYTES[problem.moments]
+        held = [problem.profile.stage(range(stage.first, stage.end)) for stage in plan.stages]
+        state_bytes = [problem.optimizer.state_bytes(stage) for stage in held]
     run = config.run
     return Job(
         machines=machines,
@@ -98,7 +99,7 @@ def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
         forward_s=forward_s,
         backward_s=backward_s,
         seats=seats,
-        state_bytes=tuple(count * value_bytes for count in values),
+        state_bytes=tuple(state_bytes),
         tokens=problem.work.microbatch_tokens,
         save_every=config.checkpoint.every,
         settings=derived.settings(config),

@@ -31,7 +31,8 @@ from shoal.launcher import devices
 from shoal.launcher.files import adapter_files
 from shoal.launcher.files.adapter_files import TOKENIZER_FILES
 from shoal.launcher.planning import problem
-from shoal.planner.inputs.profile import MOMENTS_BYTES, profile
+from shoal.planner.inputs.memory import Optimizer
+from shoal.planner.inputs.profile import profile
 from shoal.runtime.checkpoints import weight_files
 from shoal.runtime.checkpoints.catalog import url_of
 from shoal.runtime.checkpoints.storage import Storage
@@ -45,7 +46,6 @@ from shoal.units import size
 HEAD_BYTES = 1 << 16  # of a file of text that are looked at
 FILES = 64  # of a corpus that are looked into
 HUB_S = 1.5  # for the Hugging Face hub to say whether it has a tokenizer; a slow line passes
-VALUE_BYTES = 4  # per parameter in a checkpoint, beside its moments
 
 
 def refuse(faults: Iterable[str]) -> None:
@@ -356,10 +356,11 @@ def _checkpoint_bytes(config: Config) -> float:
     if config.device.executor == "emulated" or not (config.checkpoint.every or config.checkpoint.at_end):
         return 0.0
     try:
-        parameters = profile(problem.shape(config), problem.work(config)).parameters
+        model = profile(problem.shape(config), problem.work(config))
     except (
         ValueError,
         OSError,
     ):  # what is wrong with the model is said by `model`; another family's shape is not known
         return 0.0
-    return parameters * (VALUE_BYTES + MOMENTS_BYTES[config.train.moments])
+    optimizer = Optimizer(config.train.moments, muon=config.train.optimizer == "muon")
+    return optimizer.state_bytes(model.stage(range(model.blocks)))

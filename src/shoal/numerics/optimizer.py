@@ -145,7 +145,7 @@ def separate_(factors: Factors, values: Tensor, gradient: Tensor, first: Tensor,
 
 
 class Optimizer(Protocol):
-    """AdamW over fp32 parameters of one device, by name."""
+    """An update rule over fp32 parameters of one device, by name."""
 
     def step_(self, gradients: Mapping[str, Tensor], clip: float, lr: float, step: int) -> None:
         """Step number `step` + 1 from `clip` times the gradients."""

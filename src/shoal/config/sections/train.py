@@ -34,6 +34,12 @@ class Train(Section, frozen=True):
         Literal["float32", "bfloat16"],
         Meta(description="Stages compute in this type, and boundary tensors have it; the optimizer keeps float32."),
     ] = "float32"
+    optimizer: Annotated[
+        Literal["adamw", "muon"],
+        Meta(
+            description="What steps the matrices of blocks; embeddings, head, norms and biases are always stepped by AdamW."
+        ),
+    ] = "adamw"
     learning_rate: Annotated[
         float, Meta(gt=0, le=100, description="The learning rate reaches this peak after the warm-up.")
     ] = 1e-3
@@ -131,6 +137,8 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
     if train.staleness and train.local_steps > 1:
         yield "train.staleness = 1 with train.local_steps above 1, which already hide the averaging; try train.staleness=0"
     yield from _check_problems(train, run)
+    if train.optimizer == "muon":
+        yield from _muon_problems(train, run, plan)
     if train.moments == "8bit" and run.lost_stage == "neighbours":
         yield "run.lost_stage = 'neighbours' blends moments, which 8-bit codes do not allow; try run.lost_stage=checkpoint"
     if train.local_steps > 1:
@@ -138,6 +146,19 @@ def problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
     elif "local_steps" not in plan.allow:  # else the planner may choose them, and what they need stands ready
         ignored = ["local_batch", "local_warmup", "outer_learning_rate", "outer_momentum"]
         yield from without_effect(train, "train", ignored, "train.local_steps = 1 makes no local steps")
+
+
+def _muon_problems(train: Train, run: Run, plan: Plan) -> Iterator[str]:
+    """What nobody has built or measured with it."""
+    muon = "train.optimizer = 'muon'"
+    if train.moments != "float32":
+        yield f"{muon} keeps its momentum in fp32, not in train.moments = {train.moments!r}; try train.moments=float32"
+    if train.local_steps > 1:
+        yield f"{muon} with train.local_steps = {train.local_steps}, whose rounds begin without momentum; try train.optimizer=adamw"
+    if "local_steps" in plan.allow:
+        yield f"{muon} with local_steps in plan.allow, which Muon does not do; leave it out there"
+    if run.lost_stage == "neighbours":
+        yield f"{muon} with run.lost_stage = 'neighbours', which blends AdamW's moments; try run.lost_stage=checkpoint"
 
 
 def _check_problems(train: Train, run: Run) -> Iterator[str]:

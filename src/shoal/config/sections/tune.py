@@ -104,6 +104,8 @@ def problems(tune: Tune, model: Model, train: Train, device: Device, data: Data)
         yield from _also_problems(tune, data)
     if device.count > 1:
         yield f"device.count = {device.count} shares out all of a stage's weights, and adapters are not; try device.count=1"
+    if train.optimizer == "muon":
+        yield f"train.optimizer = 'muon' with tune.method = {tune.method!r}, whose matrices are thin; try train.optimizer=adamw"
     if model.boundary != "none":
         yield f"model.boundary = {model.boundary!r} is trained with the whole model; try tune.method=full or model.boundary=none"
 

@@ -19,6 +19,7 @@ from shoal.executor.inputs import BackwardInput, add_, outcome
 from shoal.executor.swap import memory
 from shoal.model.cut import Stage, with_borders
 from shoal.model.units import Row, row
+from shoal.numerics.muon import single_moments
 
 
 class LayerGroup(NamedTuple):
@@ -68,7 +69,8 @@ class Runner:
         self.fixed_bytes = self.row.buffers_to(self.device) + spare
         counts = {name: shape.numel() for name, shape in self.shapes.items()}
         frozen = {name: shape.numel() * dtype.itemsize for name, (shape, dtype) in self.frozen.items()}
-        self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments, frozen)
+        single = single_moments(self.shapes, config.train)
+        self.sizes = memory.UnitSizes(self.row.units, counts, self.dtype.itemsize, config.train.moments, frozen, single)
         self._parts = microbatches(config.train) * slices(config)  # slices per step
         self._config = config
 

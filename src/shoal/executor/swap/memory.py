@@ -44,6 +44,7 @@ class UnitSizes(msgspec.Struct, frozen=True):
     itemsize: int  # of the compute dtype
     moments: str = "float32"  # train.moments
     frozen: Mapping[str, int] = {}  # bytes of those that are not trained, per name
+    single: frozenset[str] = frozenset()  # names with one moment, of fp32 (numerics/muon.py)
 
     def slot_bytes(self, start: int, stop: int) -> int:
         """Bytes that the parameters of units `start` up to `stop` take in a slot."""
@@ -60,8 +61,11 @@ class UnitSizes(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(name for name in trained if name not in earlier))
 
     def optimizer_bytes(self, names: Iterable[str]) -> int:
-        """fp32 parameters and AdamW's two moments."""
-        return sum(4 * self.values[name] + nbytes(self.values[name], self.moments) for name in names)
+        """fp32 parameters and the optimizer's moments."""
+        return sum(4 * self.values[name] + self._moment_bytes(name) for name in names)
+
+    def _moment_bytes(self, name: str) -> int:
+        return 4 * self.values[name] if name in self.single else nbytes(self.values[name], self.moments)
 
     def shared(self) -> tuple[str, ...]:
         """Names in more than one unit."""
@@ -75,7 +79,7 @@ class PlannedGroup(msgspec.Struct, frozen=True):
     stop: int
     parameter_bytes: int  # on the device, in the compute dtype, with those that are not trained
     gradient_bytes: int  # of the fp32 sums, in the slab during the backward pass
-    optimizer_bytes: int  # on the host: fp32 parameters and AdamW's two moments
+    optimizer_bytes: int  # on the host: fp32 parameters and moments
     activation_bytes: int  # peak of one slice on the device, its gradients included
 
 

@@ -50,6 +50,7 @@ def problem_of(
         staleness=tree.train.staleness,
         audits=tree.run.spot_checks > 0,
         moments=tree.train.moments,
+        muon=tree.train.optimizer == "muon",
         kept_activations=0 if lab else tree.device.kept_activations,
         local_steps=tree.train.local_steps,
         store_limits=memory.StoreLimits(tree.network.activation_store_bytes, tree.network.activation_memory_bytes),

@@ -26,6 +26,7 @@ from shoal.planner.inputs.profile import FP32_BYTES, MOMENTS_BYTES, Part, StageP
 
 SLACK = 1.015  # tables of positions, masks, checks that values are finite; measured: 0.98 to 1.02 without it
 CODEBOOK_BYTES = 2 * ((1 << 20) + 1024)  # of 8-bit moments (numerics/eightbit.py), once per process
+MUON_BYTES = 44  # of a block's largest matrix, while it is stepped: at most, of a square one (numerics/muon.py)
 DECODED_BYTES, PIECE = 12, 1 << 18  # of 8-bit moments, while so many values at most of a tensor are stepped
 FP32 = 4  # bytes
 RESERVE_BYTES = 1e9  # context, kernels and allocator slack of an accelerator: papers' rule of thumb
@@ -86,22 +87,25 @@ def _beside_bytes(need: Need, device: Device) -> float:
 
 
 class Optimizer(msgspec.Struct, frozen=True):
-    """What is kept beside the values that compute: train.moments, train.staleness, whether train.local_steps is above 1, and whether
-    steps are audited (run.spot_checks), which takes a sum of another replica's gradients while it goes on."""
+    """What is kept beside the values that compute: train.moments, train.staleness, whether train.local_steps is above 1, whether
+    steps are audited (run.spot_checks), which takes a sum of another replica's gradients while it goes on, and whether
+    train.optimizer is Muon, which keeps one moment of each block's matrices."""
 
     moments: str = "float32"
     staleness: int = 0
     local: bool = False
     audits: bool = False
+    muon: bool = False
 
     @property
     def fixed_bytes(self) -> float:
         return CODEBOOK_BYTES if self.moments == "8bit" else 0.0
 
     def stepping_bytes(self, stage: StageProfile) -> float:
-        """Of an optimizer step: the averaged gradient, and moments as they are decoded."""
+        """Of an optimizer step: the averaged gradient, and moments as they are decoded or a matrix as it is made orthogonal."""
         decoded = min(PIECE, max(part.matrix for part in stage.parts)) if self.moments == "8bit" else 0.0
-        return FP32 * stage.parameters + DECODED_BYTES * decoded
+        matrix = max((part.matrix for part in stage.parts if part.input_bytes), default=0.0) if self.muon else 0.0
+        return FP32 * stage.parameters + DECODED_BYTES * decoded + MUON_BYTES * matrix
 
     def outer_bytes(self, stage: StageProfile) -> float:
         """Of local steps, on the host: parameters at the start of the round and momentum."""
@@ -112,7 +116,19 @@ class Optimizer(msgspec.Struct, frozen=True):
         values_bytes = FP32 * stage.parameters
         return values_bytes + max(values_bytes, 16 * min(stage.parameters, 1 << 20)) if self.local else 0.0
 
-    def nbytes(self, value_bytes: int) -> float:
+    def state_bytes(self, stage: StageProfile) -> float:
+        """As it is saved and sent: fp32 values and moments."""
+        return stage.parameters * (FP32 + MOMENTS_BYTES[self.moments]) - self._spared_bytes(stage)
+
+    def _spared_bytes(self, stage: StageProfile) -> float:
+        """Of second moments that are not kept."""
+        return FP32 * sum(part.parameters for part in stage.parts if part.input_bytes) if self.muon else 0.0
+
+    def kept_bytes(self, stage: StageProfile, value_bytes: int) -> float:
+        """Of all parameters, without what computes."""
+        return stage.parameters * self._each_bytes(value_bytes) - self._spared_bytes(stage)
+
+    def _each_bytes(self, value_bytes: int) -> float:
         """Per parameter: fp32 value, sum and moments; with staleness the sum of a second step, the older of two versions as it computes,
         and fp32 values that compute apart from those that are stepped (executor/delayed.py)."""
         late = 4 + value_bytes + (4 if value_bytes == 4 else 0)
@@ -120,8 +136,8 @@ class Optimizer(msgspec.Struct, frozen=True):
 
 
 def resident(stage: StageProfile, boundary_bytes: float, value_bytes: int, optimizer: Optimizer = Optimizer()) -> Need:
-    each_bytes = optimizer.nbytes(value_bytes) + (value_bytes if value_bytes < 4 else 0)
-    fixed_bytes = stage.parameters * each_bytes + optimizer.fixed_bytes + stage.frozen_bytes
+    copies_bytes = stage.parameters * (value_bytes if value_bytes < 4 else 0)
+    fixed_bytes = optimizer.kept_bytes(stage, value_bytes) + copies_bytes + optimizer.fixed_bytes + stage.frozen_bytes
     stepping_bytes = optimizer.stepping_bytes(stage)
 
     def peak_bytes(checkpointing: bool) -> float:
@@ -238,7 +254,7 @@ def swapping(stage: StageProfile, boundary_bytes: float, value_bytes: int, optim
             least = min(least, held_bytes + passing_bytes)
     return Need(
         SLACK * least,
-        stage.parameters * (optimizer.nbytes(value_bytes) + value_bytes) + stage.frozen_bytes,
+        optimizer.kept_bytes(stage, value_bytes) + stage.parameters * value_bytes + stage.frozen_bytes,
         outer_bytes=optimizer.outer_bytes(stage),
     )
 

@@ -37,13 +37,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0  # train.staleness: averaging beside the next step's microbatches
     audits: bool = False  # run.spot_checks above 0
     moments: str = "float32"  # train.moments
+    muon: bool = False  # train.optimizer = "muon"
     store_limits: memory.StoreLimits = memory.StoreLimits()
     kept_activations: int = 0  # device.kept_activations
     local_steps: int = 1  # between two averagings; `work` holds the microbatches of all of them
 
     @property
     def optimizer(self) -> memory.Optimizer:
-        return memory.Optimizer(self.moments, self.staleness, self.local_steps > 1, self.audits)
+        return memory.Optimizer(self.moments, self.staleness, self.local_steps > 1, self.audits, self.muon)
 
     def kept_bytes(self, span: range, microbatches: float) -> float:
         """Of one that serves so many microbatches of a stage, at most; see memory.py."""

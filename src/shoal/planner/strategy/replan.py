@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 import numpy as np
 
-from shoal.planner.inputs.profile import MOMENTS_BYTES
 from shoal.planner.prediction.step import predict
 from shoal.planner.strategy.plan import Plan
 from shoal.planner.strategy.pricing import placed
@@ -22,7 +21,6 @@ from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.strategy import decide
 
 THRESHOLD = 0.2  # of the planned fleet: below it the search's own noise is as large as what it finds
-VALUE_BYTES = 4.0  # per parameter, beside its moments, as a checkpoint holds them
 START_S = 60.0  # until processes that were stopped train again, besides loading their state
 GAIN = 1.1  # a change must save so many times what it costs: both are predictions
 
@@ -104,11 +102,10 @@ def as_it_is(old: Plan, problem: Problem, serving: Mapping[str, int], rng: np.ra
 
 def change_s(fresh: Plan, problem: Problem, running: Running, now_s: float) -> float:
     """Seconds that are lost by changing over: starting, loading, and the steps since the checkpoint once more."""
-    each_bytes = VALUE_BYTES + MOMENTS_BYTES[problem.moments]
     line = {device.name: device.down_Bps or math.inf for device in problem.cluster.devices}
     load_s = 0.0
     for stage in fresh.stages:
-        state_bytes = each_bytes * problem.profile.stage(range(stage.first, stage.end)).parameters
+        state_bytes = problem.optimizer.state_bytes(problem.profile.stage(range(stage.first, stage.end)))
         load_s = max(load_s, *(state_bytes / min(line[peer], running.storage_Bps) for peer in stage.peers))
     assert fresh.predicted is not None
     step_s = now_s if math.isfinite(now_s) else fresh.predicted.step_s

@@ -24,6 +24,7 @@ SHARD_FILE = re.compile(r"(?:model-|optimizer/stage-)(\d{5})-of-\d{5}\.safetenso
 # Settings that a run cannot change when it goes on from a checkpoint, beside all of [model]; every other one may change.
 FIXED = {
     "train.batch": "the place in the data is counted in it",
+    "train.optimizer": "the optimizer's state has that form",
     "train.moments": "the optimizer's state has that form",
     "train.local_steps": "the optimizer's state has that form",
     "data.sequence": "samples are cut by it",
