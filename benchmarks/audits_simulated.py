@@ -95,9 +95,8 @@ def play(given: tuple[str, int, int, int, float, int, bool]) -> Played:
     swarm.play()
     strangers = swarm.strangers
     if strangers is None or not kind:
-        evicted = {view.number: view for view in views(swarm) if view.evicted}
         return Played(
-            wronged=tuple(view.reason for view in evicted.values()),
+            wronged=tuple(f"{peers} peers, seed {seed}: {why}" for why in convictions(views(swarm))),
             violations=tuple(map(str, swarm.watch.violations)),
             committed=swarm.commits[-1],
         )
@@ -115,7 +114,17 @@ def play(given: tuple[str, int, int, int, float, int, bool]) -> Played:
 
 
 def views(swarm: Timed) -> list[View]:
-    return list(swarm.watch._views.values())
+    return sorted(swarm.watch._views.values(), key=lambda view: view.number)
+
+
+def convictions(known: list[View]) -> list[str]:
+    """Why each was evicted, once: a view names those that are barred as long as they are."""
+    found, before = [], dict[str, int]()
+    for view in known:
+        times = {one.key: one.times for one in view.evicted}
+        found += [view.reason for key in times if times[key] > before.get(key, 0)]
+        before |= times
+    return found
 
 
 def at(commits: list[int], seconds: float) -> int:
@@ -143,6 +152,8 @@ def played(
             return
         for one in pool.map(play, work[first : first + jobs]):
             wronged += len(one.wronged) + len(one.violations)
+            for text in (*one.wronged, *one.violations[:2]):
+                print(text[:600], flush=True)
             yield one
         if (first + jobs) % TOLD < jobs:
             print(f"{first + jobs} runs, convicted or broken: {wronged}", flush=True)
