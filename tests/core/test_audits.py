@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from random import Random
@@ -13,7 +14,8 @@ from tests.core import test_server
 from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 
 from shoal.core import messages as m
-from shoal.core.leader.audits.audits import EARNED, SILENT, SUSPECT, TRUSTED, Audits, Outcome
+from shoal.core.leader.audits.audits import AGAIN as TIMES
+from shoal.core.leader.audits.audits import EARNED, LONGEST, SILENT, SUSPECT, Audits, Outcome
 from shoal.core.leader.audits.comparing import Case, distance, encoded, parts_of, scaled
 from shoal.core.leader.evictions import Conduct
 from shoal.core.server.audits import TRIES
@@ -179,13 +181,86 @@ def test_nobody_is_audited_before_the_draw_and_a_round_waits_for_it() -> None:
     assert off.passed(case.round)
 
 
-def test_about_as_many_steps_are_audited_as_the_share_says() -> None:
+class Drawn:
+    """What the leader draws: always 0 until `chance` is given."""
+
+    def __init__(self) -> None:
+        self.chance: Callable[[], float] = always()
+
+    def __call__(self) -> float:
+        return self.chance()
+
+
+def drawn(audits: Audits, numbers: range) -> list[int]:
+    """Those rounds in which anybody is audited; each audit is answered."""
+    return [number for number in numbers if audited(Swarm(number=number), audits)[1]]
+
+
+def test_about_as_many_steps_are_audited_as_the_share_of_new_replicas_says() -> None:
     chance, count = Random(1), 0
     for number in range(2000):
         audits, case = Audits(AUDITED, chance.random), Swarm(number=number).case()
         audits.draw(case, 0.0)
         count += not audits.passed(case.round)
     assert 160 < count < 240
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2])
+def test_old_replicas_are_audited_within_a_bound_at_any_step_and_seldom(share: float) -> None:
+    """Whoever lies for so many steps is audited for certain; in less than half of the steps of a new one."""
+    chance, longest = Drawn(), int(LONGEST / share)
+    audits = Audits(replace(AUDITED, spot_checks=share), chance)
+    drawn(audits, range(1000, 1100))  # all pass
+    chance.chance = Random(3).random
+    steps = drawn(audits, range(2000, 4000))
+    gaps = [later - step for step, later in itertools.pairwise(steps)]
+    assert max(gaps) <= longest and min(gaps) == 1
+    assert 0.35 * share < len(steps) / 2000 < 0.55 * share
+    halves = sum(gap <= longest / 2 for gap in gaps) / len(gaps)
+    assert 0.4 < halves < 0.65, "each of the steps is as likely"
+
+
+def test_of_whom_an_audit_of_all_shows_nothing_is_audited_again_and_not_for_ever() -> None:
+    """The others are not."""
+    chance = Drawn()
+    audits, asked = Audits(AUDITED, chance), list[set[str]]()
+    drawn(audits, range(1000, 1100))
+    for number in range(TIMES + 2):
+        chance.chance = always(0.9 if number else 0.0)
+        seen = set[str]()
+
+        def unable(by: str, said: m.Recomputed, seen: set[str] = seen) -> m.Recomputed:
+            seen.add(said.of)
+            return replace(said, hops=(), parts=()) if said.of == "b1" else said
+
+        audited(Swarm(number=number), audits, lies=unable)
+        asked.append(seen)
+    assert len(asked[0]) == 9 and asked[1:] == [{"b1"}] * (TIMES - 1) + [set(), set()]
+
+
+def test_who_could_not_compute_again_once_is_asked_another_time() -> None:
+    """Its source had left, say. Else the other one of a stage of two would never be audited again."""
+    audits, swarm = Audits(AUDITED, always()), Swarm(2)
+    audited(swarm, audits, lies=lambda by, said: replace(said, hops=(), parts=()) if by == "a1" else said)
+    swarm = Swarm(2, number=8)
+    swarm.part["b1"] = vector("poison")
+    assert words(audited(swarm, audits)[1]) == [("a1", "b1")]
+
+
+def test_who_could_not_compute_again_is_asked_after_the_others() -> None:
+    audits, asked = Audits(AUDITED, always()), list[str]()
+    audited(Swarm(), audits, lies=lambda by, said: replace(said, hops=(), parts=()) if by == "a1" else said)
+
+    def heard(by: str, said: m.Recomputed) -> m.Recomputed:
+        asked.append(by)
+        return said
+
+    audited(Swarm(number=8), audits, lies=heard)
+    assert "a1" not in asked and len(asked) == 9
+    audited(Swarm(2, number=9), audits, lies=heard)  # nobody else could be
+    asked.clear()
+    audited(Swarm(number=10), audits, lies=heard)
+    assert "a1" in asked and len(asked) == 9
 
 
 def test_a_stages_only_replica_is_not_audited() -> None:
@@ -199,7 +274,7 @@ def test_audits_that_pass_earn_trust_and_a_difference_takes_it_from_both() -> No
     for number in range(40):
         audited(Swarm(number=number), audits)
         shares.append(audits.share("a1"))
-    assert shares[0] == 0.1 and shares[EARNED] == pytest.approx(0.05) and shares[-1] == pytest.approx(TRUSTED * 0.1)
+    assert shares[0] == 0.1 and shares[EARNED] == pytest.approx(0.05) and shares[-1] < 0.01
     swarm = Swarm(2, number=99)
     swarm.part["a1"] = vector("poison")
     audited(swarm, audits)
