@@ -401,6 +401,43 @@ def test_one_that_has_left_in_the_step_may_have_sent_anything() -> None:
         assert seen == expected
 
 
+def pieces_of(answer: m.AuditAnswer, size: int) -> list[m.AuditAnswer]:
+    parts = [answer.records[at : at + size] for at in range(0, len(answer.records), size)]
+    return [replace(answer, records=part, part=number, parts=len(parts)) for number, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_answer_in_several_messages_is_looked_at_when_all_have_come(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, some of them twice; of one that lacks a message nothing is known."""
+    monkeypatch.setattr("shoal.core.leader.audits.audits.AUDIT_RECORDS", 3)
+    swarm, audits = Swarm(), Audits(AUDITED, always())
+    case = swarm.case()
+    audits.draw(case, 0.0)
+    for command in audits.requests(case.round, 0.0):
+        assert isinstance(command, m.Send)
+        pieces = pieces_of(swarm.answer(command.peer), 3)
+        assert len(pieces) > 1
+        for piece in (*reversed(pieces[lost:]), *pieces[1:]):
+            audits.on_message(command.peer, piece, 0.0)
+    asked = [command.message for command in audits.requests(case.round, 0.0) if isinstance(command, m.Send)]
+    assert [isinstance(one, m.RecomputeRequest) for one in asked] == ([] if lost else [True] * 9)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3, 2**40])
+def test_an_answer_is_in_no_more_messages_than_a_run_can_need(parts: int) -> None:
+    """A liar could have the leader keep any number of them; and there is no message after the last."""
+    swarm, audits = Swarm(), Audits(AUDITED, always())
+    case = swarm.case()
+    audits.draw(case, 0.0)
+    for name in swarm.serving:
+        audits.on_message(name, replace(swarm.answer(name), part=1, parts=parts), 0.0)
+        audits.on_message(name, swarm.answer(name), 0.0)
+    asked = [command.message for command in audits.requests(case.round, 0.0) if isinstance(command, m.Send)]
+    assert [type(one) for one in asked] == [m.RecomputeRequest] * 9
+
+
 # ------------------------------------------------------------------------------------------- what is sent and received
 
 
@@ -547,6 +584,20 @@ def test_it_says_what_its_hops_have_used_and_what_it_has_made() -> None:
     assert said == {(0, 1, False, OWNER), (0, 2, False, ""), (0, 1, True, NEXT), (0, 0, True, "")}
     play.hear(OWNER, REQUEST)
     assert play.sends(m.AuditAnswer) and not play.tasks(), "asked again it answers the same"
+
+
+def test_what_one_message_cannot_hold_is_said_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.core.server.audits.AUDIT_RECORDS", 3)
+    play = a_server()
+    book(play, 0)
+    play.hear(OWNER, REQUEST)
+    task = play.task(m.Describe)
+    play.done(task, digests=("d",) * 4, sketches=(m.Sketch(),) * 4)
+    said = [answer for _, answer, _ in play.sends(m.AuditAnswer)]
+    assert [(one.part, one.parts, len(one.records)) for one in said] == [(0, 2, 3), (1, 2, 1)]
+    assert len({one for answer in said for one in answer.records}) == 4
+    play.hear(OWNER, REQUEST)
+    assert [answer for _, answer, _ in play.sends(m.AuditAnswer)] == said
 
 
 def test_what_goes_for_want_of_room_is_described_before() -> None:

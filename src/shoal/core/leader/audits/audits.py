@@ -20,6 +20,8 @@ import msgspec
 
 from shoal.core.leader.audits.comparing import Case, Listed, Participant, Unlike, difference, unlike_inputs
 from shoal.core.messages import (
+    AUDIT_HOPS,
+    AUDIT_RECORDS,
     AuditAnswer,
     AuditedHop,
     AuditRequest,
@@ -40,6 +42,7 @@ AGAIN = 3  # audits in a row, of a replica of whose hops the audit of all has sh
 EARNED = 4  # audits that were passed after which the share is half
 SUSPECT = -4  # audits that have to be passed before a suspect is a new replica again
 SILENT = 4  # audits in a row in which a replica does not say what it has used, while it answers all else: it is evicted
+RECORDS = 10  # of a microbatch at a replica, at most: of tokens, input and output, both ways; again, if they went and came back
 REPEAT_BEATS = 4  # between two requests for the same
 PATIENCE, HOPS = (
     8.0,
@@ -72,7 +75,8 @@ class Audit(msgspec.Struct):
     seed: str
     due: float
     sent_at: dict[Peer | Asked, float] = {}
-    answers: dict[Peer, AuditAnswer] = {}
+    answers: dict[Peer, AuditAnswer] = {}  # whole ones
+    pieces: dict[Peer, dict[int, AuditAnswer]] = {}  # of others
     listed: Listed | None = None
     asked: dict[Asked, RecomputeRequest] = {}
     found: dict[Asked, str | None] = {}
@@ -186,12 +190,24 @@ class Audits:
         if isinstance(message, AuditAnswer):
             if audit.listed is not None or peer not in audit.who:
                 return Outcome()
-            audit.answers.setdefault(peer, message)
+            self._on_answer(audit, peer, message)
             return self._compare(audit, now) if len(audit.answers) == len(audit.who) else Outcome()
         asked = message.of, peer
         if asked not in audit.asked or asked in audit.found:
             return Outcome()
         return self._on_recomputed(audit, asked, message, now)
+
+    def _on_answer(self, audit: Audit, peer: Peer, message: AuditAnswer) -> None:
+        """All its messages together; as many as a replica of this run can need."""
+        pieces = audit.pieces.setdefault(peer, {})
+        same = all(message.parts == other.parts for other in pieces.values())
+        needed = 1 + RECORDS * self._settings.microbatches // AUDIT_RECORDS
+        if not (same and message.part < message.parts <= needed) or peer in audit.answers:
+            return
+        pieces.setdefault(message.part, message)
+        if len(pieces) == message.parts:
+            records = tuple(record for number in range(len(pieces)) for record in pieces[number].records)
+            audit.answers[peer] = AuditAnswer(message.epoch, message.step, message.round, records)
 
     def _compare(self, audit: Audit, now: float) -> Outcome:
         """All have said what they have, or will not: whose inputs are agreed upon is computed again."""
@@ -225,7 +241,7 @@ class Audits:
         ]
         load = {peer: (key_of(peer) in self._unable, busy[peer]) for peer in others}
         others = [peer for peer in others if load[peer] == min(load.values())]
-        if not others:
+        if not others or len(hops) > AUDIT_HOPS:
             return False
         by, round_ = others[int(self._chance() * len(others))], audit.case.round
         exchange = round_.round_of(audit.who[of].stage)
