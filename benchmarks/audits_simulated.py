@@ -10,7 +10,8 @@ honest while no honest peer serves their stage, and while they lead: those that 
 other seed messages are lost and late, tasks fail, a peer dies and comes back, one joins, one stops for a while and one becomes slow.
 Without liars every other machine is unlike the others: what it computes differs by 1e-4. `noise` sends other tensors than it has made,
 `invent` believes them as well, `poison` adds something else to its gradient sum and sends what is right, `lazy` computes no backward.
-Steps are counted from the first lie. `--trusted`: every leader trusts all replicas as after very many audits that they have passed. Rows:
+Steps are counted from the first lie. `--trusted`: the founder, who leads first, trusts all
+replicas as after very many audits that they have passed; whoever leads after it trusts nobody yet, as any new leader. Rows:
 kind, peers, liars that have lied, those evicted within --steps steps, the median and the most of these, and honest peers that were
 evicted. The last line is one JSON object: the share evicted in time.
 """
@@ -30,8 +31,8 @@ import msgspec
 
 from liars_simulated import LOOK_S, Timed, case_of
 from report import Target, parse, report
-from shoal.core.leader.audits.audits import Audits
-from shoal.core.messages import Settings, View
+from shoal.core.leader.evidence import Evidence
+from shoal.core.messages import Peer, Settings, View
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages
@@ -51,7 +52,7 @@ COSTS = {
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One run; `kind`: of its liars, "" where there are none. `passed`: audits that leaders believe all to have passed."""
+    """One run; `kind`: of its liars, "" where there are none. `passed`: audits that the founder believes all to have passed."""
 
     kind: str
     peers: int
@@ -64,7 +65,7 @@ class Job(msgspec.Struct, frozen=True):
     stays: bool = False
 
 
-BEGIN = Audits.__init__
+BEGIN, FOUNDER = Evidence.__init__, "p0.0"
 
 
 class Trust(Counter[str]):
@@ -132,13 +133,14 @@ def case(kind: str, peers: int, liars: int, seed: int, share: float, faults: boo
 
 
 def believe(passed: int, stays: bool) -> None:
-    """Of every leader of this process's simulations from now on."""
+    """The founder of every simulation of this process from now on, while it leads."""
 
-    def begin(audits: Audits, settings: Settings, chance: Callable[[], float]) -> None:
-        BEGIN(audits, settings, chance)
-        audits._passed = Trust(passed, stays)
+    def begin(evidence: Evidence, name: Peer, settings: Settings, chance: Callable[[], float]) -> None:
+        BEGIN(evidence, name, settings, chance)
+        if name == FOUNDER:
+            evidence.audits._passed = Trust(passed, stays)
 
-    Audits.__init__ = begin  # type: ignore[method-assign]
+    Evidence.__init__ = begin  # type: ignore[method-assign]
 
 
 def play(given: Job) -> Played:
@@ -232,7 +234,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="with --honest: no run is begun after so many")
     parser.add_argument("--honest", action="store_true", help="nobody lies")
-    parser.add_argument("--trusted", action="store_true", help="every leader trusts all replicas fully")
+    parser.add_argument("--trusted", action="store_true", help="the first leader trusts all replicas fully")
     parser.add_argument("--cost", action="store_true", help="count the steps of undisturbed runs")
     given = parse(parser)
     seeds, passed = range(*map(int, given.seeds.split(":"))), PASSED if given.trusted else 0
