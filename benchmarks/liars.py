@@ -374,7 +374,7 @@ def outcome(kind: str, seen: list[Seen], liar: str, began_s: float, seconds: flo
             if peer.startswith(key):
                 result.evictions += 1
                 if result.evicted_s is None:
-                    result.evicted_s, result.evicted_steps = after.at_s - began_s, after.step - first.step
+                    result.evicted_s, result.evicted_steps = after.at_s - began_s, before.step - first.step
             else:
                 result.harmed += 1
         again = {*before.members} & {*after.joining}

@@ -508,7 +508,7 @@ def scored(pairs: list[tuple[Configuration, Measured]], left_out: dict[str, str]
             "tail_target": TAIL_PERCENT,
             "churn_percent": [round(each, 2) for each in errors["kills"]],
             "churn_target": CHURN_PERCENT,
-            "constants_s": constants,
+            "constants_s": [float(each) for each in constants],
             "configurations": rows,
             "left_out": left_out,
         },

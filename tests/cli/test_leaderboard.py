@@ -14,7 +14,8 @@ from tests.runtime.test_proofs import AUTHORITY, PEERS, a_line, a_view
 from shoal import config as configuration
 from shoal.cli.main import main
 from shoal.core.messages import Evicted, Member
-from shoal.dashboard.leaderboard import Eviction, Leaderboard, as_csv, leaderboard
+from shoal.dashboard.leaderboard import Eviction, Leaderboard, as_csv, leaderboard, line
+from shoal.dashboard.terminal import Snapshot
 from shoal.launcher.files.proofs import ProofFile
 from shoal.launcher.invites import Office, titles
 from shoal.runtime.records.account import CommitHistory, CommittedStep, Credit, credits_of
@@ -73,6 +74,21 @@ def test_the_command_shows_the_history_that_stands(tmp_path: Path, capsys: pytes
     }  # fmt: skip
     assert main(["leaderboard", str(tmp_path / "run"), "--csv"]) == 0
     assert capsys.readouterr().out.startswith("rank,person,keys")
+
+
+def test_a_line_names_those_that_contributed_most() -> None:
+    assert line(a_board()) == "contributed: anna 66.7%, =1+1 33.3% (all of it: shoal leaderboard)"
+    many = [Credit(f"k{number}.i{number}", 0, 1 + number) for number in range(8)]
+    assert " and 3 others " in line(leaderboard("tiny", many, (1, 1), {}, (1, 1)))
+    assert "\x1b" not in line(leaderboard("tiny", CREDITS, (1, 1), {"inv1": "a\x1b[2Jb"}, (1, 1)))
+
+
+def test_the_status_of_a_run_names_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "run", a_watch(*HISTORY).books.steps)
+    snapshot = Snapshot(name="run", elapsed_s=1.0, step=2, steps=5, stages=2)
+    (tmp_path / "run" / "status.json").write_bytes(msgspec.json.encode(snapshot))
+    assert main(["status", str(tmp_path / "run")]) == 0
+    assert "\ncontributed: " in capsys.readouterr().out
 
 
 def test_without_a_commit_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

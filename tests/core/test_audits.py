@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from random import Random
@@ -13,7 +14,8 @@ from tests.core import test_server
 from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 
 from shoal.core import messages as m
-from shoal.core.leader.audits.audits import EARNED, SILENT, SUSPECT, TRUSTED, Audits, Outcome
+from shoal.core.leader.audits.audits import AGAIN as TIMES
+from shoal.core.leader.audits.audits import EARNED, LONGEST, SILENT, SUSPECT, Audits, Outcome
 from shoal.core.leader.audits.comparing import Case, distance, encoded, parts_of, scaled
 from shoal.core.leader.evictions import Conduct
 from shoal.core.server.audits import TRIES
@@ -179,13 +181,86 @@ def test_nobody_is_audited_before_the_draw_and_a_round_waits_for_it() -> None:
     assert off.passed(case.round)
 
 
-def test_about_as_many_steps_are_audited_as_the_share_says() -> None:
+class Drawn:
+    """What the leader draws: always 0 until `chance` is given."""
+
+    def __init__(self) -> None:
+        self.chance: Callable[[], float] = always()
+
+    def __call__(self) -> float:
+        return self.chance()
+
+
+def drawn(audits: Audits, numbers: range) -> list[int]:
+    """Those rounds in which anybody is audited; each audit is answered."""
+    return [number for number in numbers if audited(Swarm(number=number), audits)[1]]
+
+
+def test_about_as_many_steps_are_audited_as_the_share_of_new_replicas_says() -> None:
     chance, count = Random(1), 0
     for number in range(2000):
         audits, case = Audits(AUDITED, chance.random), Swarm(number=number).case()
         audits.draw(case, 0.0)
         count += not audits.passed(case.round)
     assert 160 < count < 240
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2])
+def test_old_replicas_are_audited_within_a_bound_at_any_step_and_seldom(share: float) -> None:
+    """Whoever lies for so many steps is audited for certain; in less than half of the steps of a new one."""
+    chance, longest = Drawn(), int(LONGEST / share)
+    audits = Audits(replace(AUDITED, spot_checks=share), chance)
+    drawn(audits, range(1000, 1100))  # all pass
+    chance.chance = Random(3).random
+    steps = drawn(audits, range(2000, 4000))
+    gaps = [later - step for step, later in itertools.pairwise(steps)]
+    assert max(gaps) <= longest and min(gaps) == 1
+    assert 0.35 * share < len(steps) / 2000 < 0.55 * share
+    halves = sum(gap <= longest / 2 for gap in gaps) / len(gaps)
+    assert 0.4 < halves < 0.65, "each of the steps is as likely"
+
+
+def test_of_whom_an_audit_of_all_shows_nothing_is_audited_again_and_not_for_ever() -> None:
+    """The others are not."""
+    chance = Drawn()
+    audits, asked = Audits(AUDITED, chance), list[set[str]]()
+    drawn(audits, range(1000, 1100))
+    for number in range(TIMES + 2):
+        chance.chance = always(0.9 if number else 0.0)
+        seen = set[str]()
+
+        def unable(by: str, said: m.Recomputed, seen: set[str] = seen) -> m.Recomputed:
+            seen.add(said.of)
+            return replace(said, hops=(), parts=()) if said.of == "b1" else said
+
+        audited(Swarm(number=number), audits, lies=unable)
+        asked.append(seen)
+    assert len(asked[0]) == 9 and asked[1:] == [{"b1"}] * (TIMES - 1) + [set(), set()]
+
+
+def test_who_could_not_compute_again_once_is_asked_another_time() -> None:
+    """Its source had left, say. Else the other one of a stage of two would never be audited again."""
+    audits, swarm = Audits(AUDITED, always()), Swarm(2)
+    audited(swarm, audits, lies=lambda by, said: replace(said, hops=(), parts=()) if by == "a1" else said)
+    swarm = Swarm(2, number=8)
+    swarm.part["b1"] = vector("poison")
+    assert words(audited(swarm, audits)[1]) == [("a1", "b1")]
+
+
+def test_who_could_not_compute_again_is_asked_after_the_others() -> None:
+    audits, asked = Audits(AUDITED, always()), list[str]()
+    audited(Swarm(), audits, lies=lambda by, said: replace(said, hops=(), parts=()) if by == "a1" else said)
+
+    def heard(by: str, said: m.Recomputed) -> m.Recomputed:
+        asked.append(by)
+        return said
+
+    audited(Swarm(number=8), audits, lies=heard)
+    assert "a1" not in asked and len(asked) == 9
+    audited(Swarm(2, number=9), audits, lies=heard)  # nobody else could be
+    asked.clear()
+    audited(Swarm(number=10), audits, lies=heard)
+    assert "a1" in asked and len(asked) == 9
 
 
 def test_a_stages_only_replica_is_not_audited() -> None:
@@ -199,7 +274,7 @@ def test_audits_that_pass_earn_trust_and_a_difference_takes_it_from_both() -> No
     for number in range(40):
         audited(Swarm(number=number), audits)
         shares.append(audits.share("a1"))
-    assert shares[0] == 0.1 and shares[EARNED] == pytest.approx(0.05) and shares[-1] == pytest.approx(TRUSTED * 0.1)
+    assert shares[0] == 0.1 and shares[EARNED] == pytest.approx(0.05) and shares[-1] < 0.01
     swarm = Swarm(2, number=99)
     swarm.part["a1"] = vector("poison")
     audited(swarm, audits)
@@ -338,6 +413,43 @@ def test_one_that_has_left_in_the_step_and_is_back_need_not_know_what_it_made_be
     for left, differs in ((frozenset(["b1"]), False), (frozenset[str](), True)):
         _, outcomes = audited(swarm, Audits(AUDITED, always()), gone=left)
         assert any(one.unlike for one in outcomes) == differs and guilty(outcomes) == []
+
+
+def pieces_of(answer: m.AuditAnswer, size: int) -> list[m.AuditAnswer]:
+    parts = [answer.records[at : at + size] for at in range(0, len(answer.records), size)]
+    return [replace(answer, records=part, part=number, parts=len(parts)) for number, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_answer_in_several_messages_is_looked_at_when_all_have_come(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order, some of them twice; of one that lacks a message nothing is known."""
+    monkeypatch.setattr("shoal.core.leader.audits.audits.AUDIT_RECORDS", 3)
+    swarm, audits = Swarm(), Audits(AUDITED, always())
+    case = swarm.case()
+    audits.draw(case, 0.0)
+    for command in audits.requests(case.round, 0.0):
+        assert isinstance(command, m.Send)
+        pieces = pieces_of(swarm.answer(command.peer), 3)
+        assert len(pieces) > 1
+        for piece in (*reversed(pieces[lost:]), *pieces[1:]):
+            audits.on_message(command.peer, piece, 0.0)
+    asked = [command.message for command in audits.requests(case.round, 0.0) if isinstance(command, m.Send)]
+    assert [isinstance(one, m.RecomputeRequest) for one in asked] == ([] if lost else [True] * 9)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3, 2**40])
+def test_an_answer_is_in_no_more_messages_than_a_run_can_need(parts: int) -> None:
+    """A liar could have the leader keep any number of them; and there is no message after the last."""
+    swarm, audits = Swarm(), Audits(AUDITED, always())
+    case = swarm.case()
+    audits.draw(case, 0.0)
+    for name in swarm.serving:
+        audits.on_message(name, replace(swarm.answer(name), part=1, parts=parts), 0.0)
+        audits.on_message(name, swarm.answer(name), 0.0)
+    asked = [command.message for command in audits.requests(case.round, 0.0) if isinstance(command, m.Send)]
+    assert [type(one) for one in asked] == [m.RecomputeRequest] * 9
 
 
 # ------------------------------------------------------------------------------------------- what is sent and received
@@ -486,6 +598,20 @@ def test_it_says_what_its_hops_have_used_and_what_it_has_made() -> None:
     assert said == {(0, 1, False, OWNER), (0, 2, False, ""), (0, 1, True, NEXT), (0, 0, True, "")}
     play.hear(OWNER, REQUEST)
     assert play.sends(m.AuditAnswer) and not play.tasks(), "asked again it answers the same"
+
+
+def test_what_one_message_cannot_hold_is_said_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.core.server.audits.AUDIT_RECORDS", 3)
+    play = a_server()
+    book(play, 0)
+    play.hear(OWNER, REQUEST)
+    task = play.task(m.Describe)
+    play.done(task, digests=("d",) * 4, sketches=(m.Sketch(),) * 4)
+    said = [answer for _, answer, _ in play.sends(m.AuditAnswer)]
+    assert [(one.part, one.parts, len(one.records)) for one in said] == [(0, 2, 3), (1, 2, 1)]
+    assert len({one for answer in said for one in answer.records}) == 4
+    play.hear(OWNER, REQUEST)
+    assert [answer for _, answer, _ in play.sends(m.AuditAnswer)] == said
 
 
 def test_what_goes_for_want_of_room_is_described_before() -> None:

@@ -131,6 +131,13 @@ def test_peers_stages_and_the_bottleneck_are_those_of_the_launcher(run: Recorded
     assert state["account"]["issued"] == state["account"]["committed"] > 0
 
 
+def test_who_contributed_most_is_shown(run: RecordedRun) -> None:
+    state = state_of(run.output.path)
+    assert (state["contributor_count"], state["credited"]) == (1, 10)
+    (one,) = state["contributors"]
+    assert (one["rank"], one["keys"], one["share"], one["microbatches"]) == (1, 6, 1.0, 10 * 3 * 128)
+
+
 def test_peers_are_on_the_map_where_their_machines_say_they_are(tmp_path: Path) -> None:
     with RecordedRun(tmp_path / "spread", settings=["network.region=eu-central-1"]) as run:
         run.join("q1", 0, remote=True, region="the lab -33.9,151.2")

@@ -11,6 +11,7 @@ from tests.recorded_run import RecordedRun
 from shoal.config import Config, tokens_per_step
 from shoal.core.messages import Committed, Rewards
 from shoal.dashboard.series import Series, columns
+from shoal.launcher.files.contributions import board_in
 from shoal.launcher.watching.reader import RunReader
 from shoal.runtime.records.account import CommittedStep
 
@@ -86,6 +87,25 @@ def test_a_run_that_went_back_has_each_step_once(tmp_path: Path) -> None:
     figures = reader.series.figures
     assert [one.step for one in figures] == [1, 2, 3, 4] and [one.loss for one in figures[2:]] == [7.0, 7.0]
     assert reader.series.generation > generation, "a browser must get all steps again"
+
+
+def test_contributors_are_those_of_the_history_that_stands(tmp_path: Path) -> None:
+    """However often it is read meanwhile: also after the run went back, and when it was read for the first time only then."""
+    with RecordedRun(tmp_path / "six") as run:
+        reader = RunReader(run.output.path)
+        run.tick(1.0)
+        assert reader.read().board is None
+        for _ in range(5):
+            run.tick(2.0)
+            board = reader.read().board
+            assert board is not None and board == board_in(run.output.path)
+        assert (board.credited, len(board.contributors)) == (5, 1)  # all came by one invite
+        assert sum(board.contributors[0].stages.values()) == 5 * 3 * 128
+        with open(run.output.path / "commits.jsonl", "ab") as file:
+            file.writelines(msgspec.json.encode(a_step(step, 20.0 + step, 7.0, epoch=1)) + b"\n" for step in (2, 3))
+        again = reader.read().board
+        assert again is not None and again.credited == 4 and sum(again.contributors[0].stages.values()) == 2 * 3 * 128
+        assert again == RunReader(run.output.path).read().board == board_in(run.output.path)
 
 
 def test_a_run_that_was_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from shoal.core.messages import (
+    AUDIT_HOPS,
+    AUDIT_RECORDS,
     RANKS,
     AuditAnswer,
     AuditedHop,
@@ -267,13 +269,15 @@ HONEST = {
     ),
     "Offer": Offer(0, 1, 0, Manifest(("f" * 64,) * 14_000, (1 << 22,) * 14_000)),
     "PublishRequest": PublishRequest(0, 1, ("x" * 70_000,) * 50),
-    # Of 5,000 hops of a replica
-    "AuditAnswer": AuditAnswer(0, 1, 1, (TensorRecord(4999, 9, True, "f" * 32, NAMES[0], SKETCH),) * 15_000),
+    # As much as one message holds
+    "AuditAnswer": AuditAnswer(
+        0, 1, 1, (TensorRecord(99_999, 999, True, "f" * 32, NAMES[0], SKETCH),) * AUDIT_RECORDS, 63, 64
+    ),
     "RecomputeRequest": RecomputeRequest(
-        0, 1, 1, NAMES[0], "f" * 32, 1, (AuditedHop(4999, NAMES[0], NAMES[1]),) * 5_000
+        0, 1, 1, NAMES[0], "f" * 32, 1, (AuditedHop(99_999, NAMES[0], NAMES[1]),) * AUDIT_HOPS
     ),
     "Recomputed": Recomputed(
-        0, 1, 1, NAMES[0], (RecomputedHop(4999, *("f" * 32,) * 3, SKETCH, SKETCH, 1.5),) * 5_000, (SKETCH,) * 16
+        0, 1, 1, NAMES[0], (RecomputedHop(99_999, *("f" * 32,) * 3, SKETCH, SKETCH, 1.5),) * AUDIT_HOPS, (SKETCH,) * 16
     ),
 }
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from shoal import config as configuration
-from shoal.dashboard.leaderboard import as_csv, leaderboard, text
+from shoal.dashboard.leaderboard import as_csv, text
 from shoal.escaping import escaped
 from shoal.exit_codes import ExitCode
 from shoal.launcher.files import rundir
+from shoal.launcher.files.contributions import board_of
 from shoal.launcher.files.proofs import verified
-from shoal.launcher.files.standing import directory_of, evictions
-from shoal.launcher.invites import titles
+from shoal.launcher.files.standing import directory_of
 from shoal.runtime.records.account import credits_of, signed_only, surviving
 from shoal.transport.identity.invite import Authority
 
@@ -62,16 +62,8 @@ def main(args: argparse.Namespace) -> int:
         proven, wrong = verified(directory, args.verify or run_id(directory))
         steps = tuple(signed_only(steps, proven))
     config = configuration.load(directory / "config.toml")
-    credits, credited = credits_of(steps)
-    board = leaderboard(
-        config.run.name,
-        credits,
-        (count, credited),
-        titles(directory),
-        (config.train.microbatch * config.data.sequence * config.train.local_steps, config.run.stages),
-        evictions(directory),
-        by_person=not args.by_key,
-    )
+    credits = credits_of(steps)
+    board = board_of(directory, config, credits, count, by_person=not args.by_key)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(board), indent=1).decode())
     elif args.csv:
@@ -81,6 +73,6 @@ def main(args: argparse.Namespace) -> int:
     for fault in wrong[:SHOWN]:
         print(escaped(f"not proven: {fault}"), file=sys.stderr)
     if args.verify is not None:
-        said = f"{credited:,} of {count:,} steps are proven by signatures of their voters"
+        said = f"{credits[1]:,} of {count:,} steps are proven by signatures of their voters"
         print(f"{said}; {len(wrong):,} lines prove nothing", file=sys.stderr)
     return ExitCode.FAILED if wrong else ExitCode.OK

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
 from shoal.dashboard import account
+from shoal.dashboard.leaderboard import line
 from shoal.dashboard.terminal import render, rows
 from shoal.exit_codes import ExitCode
 from shoal.launcher.files.standing import alive, directory_of, standing
@@ -34,11 +36,23 @@ def main(args: argparse.Namespace) -> int:
     summary = directory / "summary.json"
     if summary.exists():
         print(account.text(account.read(summary), peers=args.peers))
+        print_contributors(directory)
         return 0
     snapshot, running = standing(directory)
     console = Console(highlight=False)
     console.print(render(snapshot, console.width, max(console.height, rows(snapshot))))
+    print_contributors(directory)
     if not running:
         command = "shoal run" if snapshot.stages else "shoal train"
         print(f"{snapshot.stopped}; `{command} ... --resume` goes on from the newest checkpoint")
     return 0
+
+
+def print_contributors(directory: Path) -> None:
+    if not (directory / "commits.jsonl").exists():
+        return
+    from shoal.launcher.files.contributions import board_in  # reads invites, which takes a while to import
+
+    board = board_in(directory)
+    if board is not None:
+        print(line(board))

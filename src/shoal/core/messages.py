@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 28  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 29  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -819,13 +819,21 @@ class TensorRecord(Value, frozen=True):
     sketch: Sketch = Sketch()
 
 
+AUDIT_RECORDS, AUDIT_HOPS = (
+    2**13,
+    2**13,
+)  # in a message, which may have 4 MiB: 2.7 and 4.1 MB with the longest names and digests
+
+
 class AuditAnswer(Wire, frozen=True):
-    """What every booked hop has used, and what was made here and is still held."""
+    """What every booked hop has used, and what was made here and is still held: message number `part` of `parts`."""
 
     epoch: Count
     step: Count
     round: Count
-    records: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=2**16)] = ()
+    records: Annotated[tuple[TensorRecord, ...], msgspec.Meta(max_length=AUDIT_RECORDS)] = ()
+    part: Count = 0
+    parts: Count = 1
 
 
 class AuditedHop(Value, frozen=True):
@@ -846,7 +854,7 @@ class RecomputeRequest(Wire, frozen=True):
     of: Peer
     seed: Digest
     exchange: Count
-    hops: Annotated[tuple[AuditedHop, ...], msgspec.Meta(max_length=2**16)]
+    hops: Annotated[tuple[AuditedHop, ...], msgspec.Meta(max_length=AUDIT_HOPS)]
 
 
 class RecomputedHop(Value, frozen=True):
@@ -869,7 +877,7 @@ class Recomputed(Wire, frozen=True):
     step: Count
     round: Count
     of: Peer
-    hops: Annotated[tuple[RecomputedHop, ...], msgspec.Meta(max_length=2**16)] = ()
+    hops: Annotated[tuple[RecomputedHop, ...], msgspec.Meta(max_length=AUDIT_HOPS)] = ()
     parts: Annotated[tuple[Sketch, ...], msgspec.Meta(max_length=16)] = ()
 
 

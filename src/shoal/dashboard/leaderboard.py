@@ -1,4 +1,7 @@
-"""Who contributed what to a run, as text, CSV or JSON: for `shoal leaderboard`. Fed with credits of agreed commits; decides nothing."""
+"""Who contributed what to a run, as text, CSV or JSON: for `shoal leaderboard`, `shoal status` and the page.
+
+Fed with credits of agreed commits; decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from shoal import units
 from shoal.escaping import escaped
 from shoal.runtime.records.account import Credit
 
+NAMED = 5  # in a line
 KEY_CHARS = 8  # of a key's id: enough to tell some hundred apart
 
 
@@ -129,6 +133,13 @@ def text(board: Leaderboard) -> str:
     for one in sorted(evicted, key=lambda each: (each.epoch, each.step, each.peer)):
         lines.append(escaped(f"{one.peer[:KEY_CHARS]} was evicted in step {one.step:,}: {one.reason}"))
     return "\n".join(lines)
+
+
+def line(board: Leaderboard) -> str:
+    """Those that contributed most."""
+    most = [f"{escaped(one.person)} {one.share:.1%}" for one in board.contributors[:NAMED]]
+    others = len(board.contributors) - len(most)
+    return f"contributed: {', '.join(most)}{f' and {others} others' if others else ''} (all of it: shoal leaderboard)"
 
 
 def as_csv(board: Leaderboard) -> str:

@@ -38,7 +38,7 @@ ORDINARY_BYTES = 64 << 10  # a head of any message that is not named below: the 
 LARGE = {
     # Those that hold a View, a Round or every stage's record of a checkpoint: base.MAX_CONTROL_BYTES says for how many.
     **dict.fromkeys(("Propose", "Standing", "Override", "Round", "Saved", "PublishRequest"), MAX_CONTROL_BYTES),
-    **dict.fromkeys(("AuditAnswer", "RecomputeRequest", "Recomputed"), MAX_CONTROL_BYTES),  # of 5,000 hops of a replica
+    **dict.fromkeys(("AuditAnswer", "RecomputeRequest", "Recomputed"), MAX_CONTROL_BYTES),  # AUDIT_RECORDS, AUDIT_HOPS
     "CopyRequest": (1 << 20) + ORDINARY_BYTES,  # one record
     "Lead": 1 << 20,  # votes and a proof: 2,000 signatures under the longest names take 462 kB
     "RoundWaits": 512 << 10,  # 2,048 names

@@ -107,7 +107,7 @@ class Run(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="Other replicas recompute what a new peer computed in this share of all steps, later a tenth of it, in stages of"
+            description="Other replicas recompute what a new peer computed in this share of all steps, later in half of that, in stages of"
             " two or more; 0 audits none.",
         ),
     ] = 0.0

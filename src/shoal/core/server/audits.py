@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.core.allreduce.checked import SummedChunk, plus
 from shoal.core.messages import (
+    AUDIT_RECORDS,
     AuditAnswer,
     AuditedHop,
     AuditRequest,
@@ -92,7 +93,7 @@ class Audits:
         self._tokens: dict[Key, HeldTensor] = {}  # of booked hops
         self._gone: dict[Key, TensorRecord] = {}  # for which there was no room any more
         self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]]] = {}
-        self._answer: AuditAnswer | None = None
+        self._answer: tuple[AuditAnswer, ...] = ()
         self._jobs: list[Audit] = []  # the first one is worked at
         self._fetches: dict[str, Hop | None] = {}  # by task; None: nobody wants it any more
         self._ended: dict[tuple[int, Peer], Recomputed] = {}  # answers of this step
@@ -144,8 +145,8 @@ class Audits:
             return []
         if any(request == message for request, _ in self._describing.values()):
             return []
-        if self._answer is not None and self._answer.round == message.round:
-            return self._tell(self._answer)
+        if self._answer and self._answer[0].round == message.round:
+            return self._tell(*self._answer)
         tensors = {
             key: held
             for key, held in (self._store.held | self._tokens).items()
@@ -176,12 +177,14 @@ class Audits:
             return []
         if view is None or (request.epoch, request.step) != (view.epoch, view.step):
             return []
-        records = [*described, *self._gone.values()]
-        self._answer = AuditAnswer(request.epoch, request.step, request.round, tuple(records))
-        return self._tell(self._answer)
+        every, key = (*described, *self._gone.values()), (request.epoch, request.step, request.round)
+        pieces = [every[at : at + AUDIT_RECORDS] for at in range(0, max(1, len(every)), AUDIT_RECORDS)]
+        self._answer = tuple(AuditAnswer(*key, piece, number, len(pieces)) for number, piece in enumerate(pieces))
+        return self._tell(*self._answer)
 
-    def _tell(self, message: Message) -> list[Command]:
-        return [Send(self._replica.leader, message)] if self._replica.leader is not None else []
+    def _tell(self, *messages: Message) -> list[Command]:
+        leader = self._replica.leader
+        return [Send(leader, message) for message in messages] if leader is not None else []
 
     # --------------------------------------------------------------------------------------------- hops of another's
 
@@ -268,7 +271,7 @@ class Audits:
         commands = drop(tokens)
         for job in self._jobs:
             commands += self._let_go(job)
-        self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, None, [], {}
+        self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, (), [], {}
         return commands
 
     def _let_go(self, job: Audit) -> list[Command]:

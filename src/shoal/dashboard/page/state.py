@@ -14,10 +14,12 @@ import msgspec
 
 from shoal.config import Config, microbatches, tokens_per_step
 from shoal.config.regions import place, title
+from shoal.dashboard.leaderboard import Leaderboard
 from shoal.dashboard.page.world import projected
 from shoal.dashboard.terminal import Happening, PeerLine, Snapshot
 from shoal.traffic import KINDS, Traffic
 
+CONTRIBUTORS = 20  # that the page shows
 RATE_S = 10.0  # over which bytes per second are measured
 
 
@@ -40,6 +42,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     summary: str  # the account of a run that has ended, in lines; '' before
     balanced: bool | None  # that account; None before the end
     forecast: Forecast | None
+    board: Leaderboard | None = None
 
 
 class PeerRow(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +84,19 @@ class StageRow(msgspec.Struct, frozen=True):
     state_Bps: float
 
 
+class ContributorRow(msgspec.Struct, frozen=True):
+    """One of those that contributed most, as `shoal leaderboard` ranks them."""
+
+    rank: int
+    person: str
+    keys: int
+    share: float
+    microbatches: int
+    tokens: int
+    seconds: float
+    evictions: int
+
+
 class PageState(msgspec.Struct, frozen=True, kw_only=True):
     """One message to the browser, without the figures by step."""
 
@@ -107,6 +123,9 @@ class PageState(msgspec.Struct, frozen=True, kw_only=True):
     forecast: Forecast | None
     peers: list[PeerRow]
     spots: dict[str, Spot]  # by region, of the peers whose region is known
+    contributors: list[ContributorRow]  # the first CONTRIBUTORS
+    contributor_count: int
+    credited: int  # steps of which is known who contributed
     events: Sequence[Happening]
 
 
@@ -150,6 +169,9 @@ class StateBuilder:
             forecast=reading.forecast,
             peers=peers,
             spots=_spots(peers),
+            contributors=_contributors(reading.board),
+            contributor_count=len(reading.board.contributors) if reading.board is not None else 0,
+            credited=reading.board.credited if reading.board is not None else 0,
             events=snapshot.happenings,
         )
 
@@ -213,6 +235,22 @@ def _spots(peers: Sequence[PeerRow]) -> dict[str, Spot]:
     regions = sorted({peer.region for peer in peers if peer.region})
     known = {region: at for region in regions if (at := place(region)) is not None}
     return {region: Spot(title(region), *projected(at)) for region, at in known.items()}
+
+
+def _contributors(board: Leaderboard | None) -> list[ContributorRow]:
+    return [
+        ContributorRow(
+            rank=one.rank,
+            person=one.person,
+            keys=len(one.keys),
+            share=round(one.share, 6),
+            microbatches=one.microbatches,
+            tokens=one.tokens,
+            seconds=round(one.seconds, 1),
+            evictions=len(one.evictions),
+        )
+        for one in (board.contributors[:CONTRIBUTORS] if board is not None else ())
+    ]
 
 
 def _row(line: PeerLine, sent: Traffic, received_Bps: float, state: str, here: str) -> PeerRow:

@@ -6,6 +6,7 @@ commits.jsonl is read from where the last reading ended; status.json when it has
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from shoal import config as configuration
 from shoal.config import Config
 from shoal.dashboard import account
 from shoal.dashboard.account import Summary
+from shoal.dashboard.leaderboard import Leaderboard
 from shoal.dashboard.page.state import Forecast, Reading
 from shoal.dashboard.series import Series
 from shoal.launcher.files import rundir
+from shoal.launcher.files.contributions import board_of
 from shoal.launcher.files.standing import standing
 from shoal.launcher.planning import plan_settings
 from shoal.planner.strategy import plan as plans
-from shoal.runtime.records.account import CommittedStep, surviving
+from shoal.runtime.records.account import CommittedStep, Credits, surviving
 
 FORECAST_STEPS = 1000  # newest ones, whose median is compared with the plan
 
@@ -34,6 +37,7 @@ class RunReader:
         self.series = Series(Config())
         self._config: tuple[object, Config] = (None, Config())  # with its file's stamp
         self._steps: list[CommittedStep] = []  # without groups and digests
+        self._credits = Credits()
         self._commits: tuple[int, int] = (0, 0)  # inode and bytes read
         self._forecast: tuple[object, Forecast | None] = (None, None)
 
@@ -54,7 +58,14 @@ class RunReader:
             summary=account.text(summary) if summary is not None else "",
             balanced=summary.balanced if summary is not None else None,
             forecast=self._read_forecast(),
+            board=self._board(config),
         )
+
+    def _board(self, config: Config) -> Leaderboard | None:
+        if not self._steps:
+            return None
+        credits = self._credits.listed, self._credits.credited
+        return board_of(self.directory, config, credits, self._steps[-1].commit.step + 1)
 
     def _mark(self) -> None:
         """Somebody looks: the launcher writes the status more often (run_directory.py)."""
@@ -76,7 +87,7 @@ class RunReader:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._commits[0] or status.st_size < self._commits[1]:
-                    self._commits, self._steps = (status.st_ino, 0), []
+                    self._commits, self._steps, self._credits = (status.st_ino, 0), [], Credits()
                     self.series.replace(())
                 file.seek(self._commits[1])
                 data = file.read()
@@ -87,17 +98,17 @@ class RunReader:
         self._add([step for line in whole.splitlines() if (step := _step(line)) is not None])
 
     def _add(self, steps: list[CommittedStep]) -> None:
-        before = len(self._steps)
-        newest = self._steps[-1].commit.step if self._steps else -1
-        for step in steps:
-            if step.commit.step <= newest:  # the run has gone back
-                self._steps = list(surviving([*self._steps, *steps]))
-                self.series.replace(self._steps)
+        numbers = [step.commit.step for step in (*self._steps[-1:], *steps)]
+        if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):  # the run has gone back
+            if self._steps:  # without what the steps that are undone were credited with
+                self._commits = (0, 0)
+                self._read_commits()
                 return
-            newest = step.commit.step
-        self._steps += steps
-        for step in self._steps[before:]:
-            self.series.add(step)
+            steps = list(surviving(steps))
+        for step in steps:
+            self._credits.add(step)
+            self._steps.append(_without_groups(step))
+            self.series.add(self._steps[-1])
 
     def _summary(self) -> Summary | None:
         with contextlib.suppress(FileNotFoundError):
@@ -127,9 +138,14 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _step(line: bytes) -> CommittedStep | None:
-    """Without what only the account needs. None: half a line."""
+    """None: half a line."""
     try:
-        step = msgspec.json.decode(line, type=CommittedStep)
+        return msgspec.json.decode(line, type=CommittedStep)
     except msgspec.DecodeError:
         return None
-    return msgspec.structs.replace(step, commit=msgspec.structs.replace(step.commit, groups=(), digests=()))
+
+
+def _without_groups(step: CommittedStep) -> CommittedStep:
+    """Without what only the account needs, and credits."""
+    commit = msgspec.structs.replace(step.commit, groups=(), digests=())
+    return msgspec.structs.replace(step, commit=commit, tally=None)

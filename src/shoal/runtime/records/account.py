@@ -365,22 +365,37 @@ def signed_only(steps: Iterable[CommittedStep], proven: Iterable[Committed]) -> 
     return signed
 
 
-def credits_of(steps: Iterable[CommittedStep]) -> tuple[list[Credit], int]:
-    """Who contributed what to these steps, in order: one for each key and stage; and to how many steps that is known. Steps that were
-    undone are in no history, and credited to nobody."""
-    totals: dict[tuple[str, int], list[float]] = {}
-    credited, before = 0, None
-    for step in steps:
-        listed = step.tally.credits if step.tally is not None else _credits(step, before)
-        credited += step.tally.credited if step.tally is not None else 1
-        before = step
-        for one in listed:
-            sums = totals.setdefault((one.who, one.stage), [0, 0, 0.0])
+class Credits:
+    """Who contributed what to the steps that were added, in their order: one credit for each key and stage; and to how many of them that
+    is known. Steps that were undone are in no history, and credited to nobody."""
+
+    def __init__(self) -> None:
+        self.credited = 0
+        self._totals: dict[tuple[str, int], list[float]] = {}
+        self._before: CommittedStep | None = None
+
+    def add(self, step: CommittedStep) -> None:
+        tally, credits = step.tally, _credits(step, self._before)
+        self.credited += tally.credited if tally is not None else 1
+        self._before = step
+        for one in credits if tally is None else tally.credits:
+            sums = self._totals.setdefault((one.who, one.stage), [0, 0, 0.0])
             for at, value in enumerate((one.microbatches, one.steps, one.seconds)):
                 sums[at] += value
-    return [
-        Credit(who, stage, int(n), int(count), s) for (who, stage), (n, count, s) in sorted(totals.items())
-    ], credited
+
+    @property
+    def listed(self) -> list[Credit]:
+        return [
+            Credit(who, stage, int(n), int(count), s) for (who, stage), (n, count, s) in sorted(self._totals.items())
+        ]
+
+
+def credits_of(steps: Iterable[CommittedStep]) -> tuple[list[Credit], int]:
+    """Of all these steps, and of how many of them it is known."""
+    credits = Credits()
+    for step in steps:
+        credits.add(step)
+    return credits.listed, credits.credited
 
 
 def gone_back_s(steps: Iterable[CommittedStep], began_s: float) -> float:

@@ -1,8 +1,10 @@
 """Audited steps, the leader's part: which steps are audited, who computes whose hops again, and who is wrong.
 
-When every sum of a round is made, and before it is committed, the leader draws whether this step is audited: until then nobody knows. If it
-is, every participant says what its hops have used and made, by digests and by sketches whose signs are drawn now, and what one has got is
-compared with what another has made (comparing.py). Then another replica computes all hops of the audited one again, from the same inputs.
+When every sum of a round is made, and before it is committed, the leader draws whether this step is audited: until then nobody knows. All
+replicas are at one of the next LONGEST / share steps, each of which is as likely, and then at one of the next as many: so nobody is
+unaudited for long or safe for a step. New and suspected ones are in other steps, too. If a step is audited, every participant says what its
+hops have used and made, by digests and by sketches whose signs are drawn now, and what one has got is compared with what another has made
+(comparing.py). Then another replica computes all hops of the audited one again, from the same inputs.
 The sketch of the sum of their gradients is compared with that of the part that the audited one brought into the round. Of three
 replicas and more a third one decides who of two is wrong. What is late or does not come convicts nobody by itself.
 For facts.py and leader.py; core/server/audits.py answers. docs/design/2026-11-24-audited-steps.md.
@@ -18,6 +20,8 @@ import msgspec
 
 from shoal.core.leader.audits.comparing import Case, Listed, Participant, Unlike, difference, unlike_inputs
 from shoal.core.messages import (
+    AUDIT_HOPS,
+    AUDIT_RECORDS,
     AuditAnswer,
     AuditedHop,
     AuditRequest,
@@ -31,10 +35,14 @@ from shoal.core.messages import (
 )
 from shoal.core.names import key_of
 
-TRUSTED = 0.1  # of the share of a new replica, that an old one's falls to
+LONGEST = (
+    4.4  # over the share of a new replica: within how many steps all are audited; evicting within 50 needs a few more
+)
+AGAIN = 3  # audits in a row, of a replica of whose hops the audit of all has shown nothing
 EARNED = 4  # audits that were passed after which the share is half
 SUSPECT = -4  # audits that have to be passed before a suspect is a new replica again
 SILENT = 4  # audits in a row in which a replica does not say what it has used, while it answers all else: it is evicted
+RECORDS = 10  # of a microbatch at a replica, at most: of tokens, input and output, both ways; again, if they went and came back
 REPEAT_BEATS = 4  # between two requests for the same
 PATIENCE, HOPS = (
     8.0,
@@ -67,7 +75,8 @@ class Audit(msgspec.Struct):
     seed: str
     due: float
     sent_at: dict[Peer | Asked, float] = {}
-    answers: dict[Peer, AuditAnswer] = {}
+    answers: dict[Peer, AuditAnswer] = {}  # whole ones
+    pieces: dict[Peer, dict[int, AuditAnswer]] = {}  # of others
     listed: Listed | None = None
     asked: dict[Asked, RecomputeRequest] = {}
     found: dict[Asked, str | None] = {}
@@ -84,16 +93,24 @@ class Audits:
         self._settings, self._chance = settings, chance
         self._passed: Counter[str] = Counter()  # audits, by key
         self._silent: Counter[str] = Counter()  # audits in a row that it evades, by key
-        self._unable: set[str] = set()  # keys of those that cannot compute hops again
+        self._unable: set[str] = set()  # keys of those that could not compute hops again when they were asked last
+        self._since = 0  # rounds that were drawn since all were audited
+        self._owed: dict[str, int] = {}  # by key: audits until one shows something of its hops
         self._drawn: Key | None = None
         self._audit: Audit | None = None
 
     def share(self, peer: Peer) -> float:
-        """Of the steps, in how many that replica is audited."""
+        """Of the steps in which not all are, in how many that replica is audited."""
         passed = self._passed[key_of(peer)]
-        if passed < 0 or self._silent[key_of(peer)]:
+        if passed < 0 or self._silent[key_of(peer)] or self._owed.get(key_of(peer)):
             return 1.0
-        return self._settings.spot_checks * max(TRUSTED, EARNED / (EARNED + passed))
+        return self._settings.spot_checks * EARNED / (EARNED + passed)
+
+    @property
+    def share_of_all(self) -> float:
+        """With which chance all are audited now: each of the steps up to the last possible one is as likely."""
+        longest = max(1, int(LONGEST / self._settings.spot_checks))
+        return 1.0 / max(1, longest - self._since)
 
     def drawn(self, of: Round) -> bool:
         """It is known whether that round is audited."""
@@ -109,15 +126,26 @@ class Audits:
             return
         self._drawn, self._audit = _key(case.round), None
         drawn, who = self._chance(), case.who
+        everybody = drawn < self.share_of_all
+        self._since = 0 if everybody else self._since + 1
         replicas = Counter(one.stage for peer, one in who.items() if peer in case.serving)
         audited = [
             peer
             for peer, one in who.items()
-            if peer in case.serving and one.indices and replicas[one.stage] > 1 and drawn < self.share(peer)
+            if peer in case.serving and one.indices and replicas[one.stage] > 1
+            if everybody or drawn < self.share(peer)
         ]
+        self._owe(map(key_of, audited), everybody)
         if audited:
             seed = f"{int(self._chance() * 2**52):015x}"
             self._audit = Audit(case, who, audited, seed, now + PATIENCE * self._settings.min_request_timeout_s)
+
+    def _owe(self, audited: Iterable[str], everybody: bool) -> None:
+        """Whoever is audited now has its next chance to pass."""
+        if everybody:
+            self._owed = dict.fromkeys(audited, AGAIN - 1)
+        else:
+            self._owed |= {key: self._owed[key] - 1 for key in audited if self._owed.get(key)}
 
     # --------------------------------------------------------------------------------------------------------- asking
 
@@ -162,12 +190,24 @@ class Audits:
         if isinstance(message, AuditAnswer):
             if audit.listed is not None or peer not in audit.who:
                 return Outcome()
-            audit.answers.setdefault(peer, message)
+            self._on_answer(audit, peer, message)
             return self._compare(audit, now) if len(audit.answers) == len(audit.who) else Outcome()
         asked = message.of, peer
         if asked not in audit.asked or asked in audit.found:
             return Outcome()
         return self._on_recomputed(audit, asked, message, now)
+
+    def _on_answer(self, audit: Audit, peer: Peer, message: AuditAnswer) -> None:
+        """All its messages together; as many as a replica of this run can need."""
+        pieces = audit.pieces.setdefault(peer, {})
+        same = all(message.parts == other.parts for other in pieces.values())
+        needed = 1 + RECORDS * self._settings.microbatches // AUDIT_RECORDS
+        if not (same and message.part < message.parts <= needed) or peer in audit.answers:
+            return
+        pieces.setdefault(message.part, message)
+        if len(pieces) == message.parts:
+            records = tuple(record for number in range(len(pieces)) for record in pieces[number].records)
+            audit.answers[peer] = AuditAnswer(message.epoch, message.step, message.round, records)
 
     def _compare(self, audit: Audit, now: float) -> Outcome:
         """All have said what they have, or will not: whose inputs are agreed upon is computed again."""
@@ -197,10 +237,11 @@ class Audits:
             peer
             for peer, one in audit.who.items()
             if one.stage == audit.who[of].stage and peer != of and peer in audit.case.serving
-            if (of, peer) not in audit.asked and key_of(peer) not in self._unable
+            if (of, peer) not in audit.asked
         ]
-        others = [peer for peer in others if busy[peer] == min(busy[other] for other in others)]
-        if not others:
+        load = {peer: (key_of(peer) in self._unable, busy[peer]) for peer in others}
+        others = [peer for peer in others if load[peer] == min(load.values())]
+        if not others or len(hops) > AUDIT_HOPS:
             return False
         by, round_ = others[int(self._chance() * len(others))], audit.case.round
         exchange = round_.round_of(audit.who[of].stage)
@@ -218,6 +259,7 @@ class Audits:
             audit.found[asked] = None
             self._ask(audit, of, hops, now)
             return self._decide(audit, (of,))
+        self._unable.discard(key_of(by))
         unlike = unlike_inputs(of, by, result, audit.case, audit.listed)
         if unlike:
             audit.found[asked] = None
@@ -256,6 +298,8 @@ class Audits:
         accusers = {by: why for by, why in said.items() if why}
         if not accusers:
             self._passed[key_of(of)] += bool(said)
+            if said:
+                self._owed.pop(key_of(of), None)
             return Outcome(passed=(of,) if said else ())
         self._suspect((of, *accusers))
         if len({key_of(by) for by in accusers}) > 1:

@@ -40,6 +40,7 @@ function receive(update) {
   showEvents();
   showAccount();
   showForecast();
+  showContributors();
   table.show(peers);
   setText($("#peers-title"), `Peers (${summary(peers)})`);
 }
@@ -144,6 +145,18 @@ function showForecast() {
     ["measured", state.tokens_per_s ? short(state.tokens_per_s) + off(state.tokens_per_s, plan.tokens_per_s) : "–"],
   ]);
   setText($("#forecast .note"), [plan.text, plan.bottleneck ? `Predicted bottleneck: ${plan.bottleneck}` : ""].filter(Boolean).join(". "));
+}
+
+function showContributors() {
+  const list = state.contributors, body = $("#contributors tbody");
+  $("#contributors").hidden = !list.length;
+  setText($("#contributors-title small"), `${whole(state.contributor_count)}, of ${whole(state.credited)} steps`);
+  while (body.children.length > list.length) body.lastElementChild.remove();
+  list.forEach((one, at) => {
+    const row = body.children[at] ?? body.appendChild(element("tr", {}, element("td"), element("th", { scope: "row" }), ...Array.from({ length: 6 }, () => element("td"))));
+    const cells = [`${one.rank}`, one.person, `${(100 * one.share).toFixed(1)} %`, whole(one.microbatches), short(one.tokens), whole(one.keys), one.seconds ? duration(one.seconds) : "–", one.evictions ? `${one.evictions}×` : "–"];
+    cells.forEach((text, column) => setText(row.cells[column], text));
+  });
 }
 
 function announce(text) {
