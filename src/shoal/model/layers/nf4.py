@@ -71,8 +71,8 @@ def refuse(model: nn.Module, head: nn.Module | None) -> None:
                 largest = max(largest, (f"{name}.{own}", value.numel()), key=lambda one: one[1])
     if encoded and rest > MOST_PLAIN * (encoded + rest):
         raise ValueError(
-            f"tune.quantize = 'nf4' encodes linear layers, and {rest / (encoded + rest):.0%} of this model's blocks is none, such as"
-            f" {largest[0]}, and would stay in train.dtype; try tune.quantize=none, or a model without experts in one tensor"
+            f"tune.quantize = 'nf4' encodes linear layers, and {rest / (encoded + rest):.0%} of the values in this model's blocks are"
+            f" elsewhere, such as {largest[0]}, and would stay in train.dtype; try tune.quantize=none"
         )
 
 
