@@ -160,3 +160,11 @@ def test_of_preference_pairs_the_loss_of_dpo_its_accuracy_and_margin_are_measure
     assert result["margin"] == pytest.approx(margins.mean().item(), abs=1e-5)
     assert program.main(["eval", path, held]) == 0
     assert "(8 preference pairs)" in capsys.readouterr().out
+
+
+def test_rows_of_another_format_than_training_read_are_json_lines(model: Path, tmp_path: Path) -> None:
+    """Of a directory that no run wrote, data.format alone said that its source, text, has no rows."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "def ", "completion": "add"}\n')
+    (result,) = shoal.evaluate(model, [rows], "data.format=prompt")
+    assert (result.samples, result.tokens) == (1, 3)

@@ -87,6 +87,10 @@ def test_data_that_is_missing_empty_binary_short_or_no_json_is_refused() -> None
     Path("binary.txt").write_bytes(b"text\0" + bytes(1000))
     Path("lines.jsonl").write_text('{"words": "x"}\n')
     Path("torn.jsonl").write_text('{"text": \n')
+    Path("second.jsonl").write_text('{"text": "x"}\n\n{"words": "x"}\n')
+    Path("long.jsonl").write_text(
+        '{"text": "x"}\n' * (preflight.HEAD_BYTES // 14) + '{"text": "x"}'
+    )  # its last line is cut
     for source, path, words_said in (
         ("text", "none.txt", "no such file or directory"),
         ("text", "empty.txt", "one file and no text in it"),
@@ -94,10 +98,22 @@ def test_data_that_is_missing_empty_binary_short_or_no_json_is_refused() -> None
         ("text", "binary.txt", "binary.txt is binary, not text: byte 4 is NUL"),
         ("jsonl", "lines.jsonl", "no field 'text'; it has 'words'"),
         ("jsonl", "torn.jsonl", "not a line of JSON"),
+        ("jsonl", "second.jsonl", "second.jsonl:3: no field 'text'; it has 'words'"),
     ):
         assert [words_said in line for line in faults(f"data.source={source}", f"data.path={path}")] == [True], path
     Path("good.txt").write_text("x" * 1000)
     assert faults("data.source=text", "data.path=good.txt") == [] == faults()
+    assert faults("data.source=jsonl", "data.path=long.jsonl") == []
+    assert faults("data.source=jsonl", "data.path=second.jsonl", "data.wrong_rows=skip") == []
+
+
+def test_a_model_that_is_not_there_is_told_once_though_its_tokenizer_is_not_there_either() -> None:
+    Path("chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
+    chats = ("data.format=chat", "data.path=chats.jsonl", "tune.method=lora")
+    (fault,) = faults(*chats, "model.path=./m")
+    assert "'./m' is no directory" in fault and fault.endswith("such as hf://OWNER/MODEL")
+    (fault,) = faults(*chats, "model.path=meta/llama")
+    assert fault.endswith("such as hf://meta/llama")
 
 
 def test_a_model_directory_without_whole_weights_is_refused() -> None:
@@ -155,7 +171,8 @@ def test_chats_without_a_template_or_an_answer_are_refused() -> None:
     Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     words = ("data.source=jsonl", "data.format=chat", "data.path=chats.jsonl", "data.tokenizer=tok")
     row, template = faults(*words)
-    assert row == "chats.jsonl:1: no message of 'messages' is the assistant's"
+    skip = "data.wrong_rows=skip leaves such rows out"
+    assert row == f"chats.jsonl:1: no message of 'messages' is the assistant's; {skip}"
     assert "data.tokenizer = 'tok' has no chat template" in template
     Path("tok/chat_template.jinja").write_text("{{ messages }}")
     assert faults(*words, "data.wrong_rows=skip") == []

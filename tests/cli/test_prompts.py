@@ -116,8 +116,12 @@ def test_samples_are_asked_for_when_due_kept_and_shown_and_a_dead_process_is_tol
 
     async def answers(*command: str, **options: Any) -> asyncio.subprocess.Process:
         assert command[1:4] == ("-m", "shoal.api.prompts", str(tmp_path))
-        return await real(sys.executable, "-c", ANSWERS, **options)
+        process = await real(sys.executable, "-c", ANSWERS, **options)
+        kill = process.kill
+        monkeypatch.setattr(process, "kill", lambda: (killed.append(process.pid), kill()))
+        return process
 
+    killed: list[int] = []
     monkeypatch.setattr(asyncio, "create_subprocess_exec", answers)
     monkeypatch.setattr(samples, "LOOK_S", 0.01)
     watch = Watch()
@@ -139,6 +143,7 @@ def test_samples_are_asked_for_when_due_kept_and_shown_and_a_dead_process_is_tol
         await kept.close()
 
     asyncio.run(story())
+    assert len(killed) == 1, "killed again once it has ended, asyncio finds no such child and says so on the screen"
     assert watch.events[0].startswith('step 1: "…ppp') and watch.events[0].endswith('p" → "\\x1b[2Jt↵"')
     assert watch.events[1].startswith("step 8: ") and watch.events[3].startswith("step 16: ")
     assert "has ended with 3" in watch.events[2] and "started again" in watch.events[2]

@@ -156,6 +156,25 @@ def test_a_setting_without_effect_is_refused_with_the_reason(settings: list[str]
     config.load(None, [word for word in settings if not word.startswith(f"{path}=")])
 
 
+@pytest.mark.parametrize("form", ["chat", "prompt", "preference"])
+def test_rows_are_read_from_json_lines_unless_another_source_is_named(form: str) -> None:
+    words = [f"data.format={form}", "data.path=rows.jsonl", "model.path=llama", "tune.method=lora"]
+    assert config.load(None, words).data.source == "jsonl"
+    assert config.load(None, [*words, "data.source=huggingface"]).data.source == "huggingface"
+    with pytest.raises(ValueError, match=r"reads rows, and data\.source = 'text' has none"):
+        config.load(None, [*words, "data.source=text"])
+
+
+def test_a_chat_is_written_by_the_tokenizer_of_the_model_that_is_tuned_unless_another_is_named() -> None:
+    words = ["data.format=chat", "data.path=rows.jsonl"]
+    assert config.load(None, [*words, "model.path=llama"]).data.tokenizer == "llama"
+    assert config.load(None, [*words, "model.path=llama", "data.tokenizer=qwen"]).data.tokenizer == "qwen"
+    for rest in ([], ["model.path=llama", "data.tokenizer=bytes"]):
+        with pytest.raises(ValueError, match="needs a tokenizer with a chat template"):
+            config.load(None, [*words, *rest])
+    assert config.load(None, ["model.path=llama"]).data.tokenizer == "bytes"
+
+
 def test_a_size_is_set_in_one_place() -> None:
     said = refusal("model.extra.num_hidden_layers=12")
     assert said == "model.extra.num_hidden_layers = 12 has a setting of its own; write model.layers = 12 instead"

@@ -51,6 +51,13 @@ def test_the_account_tells_every_count_and_the_checkpoint() -> None:
         assert words in text
 
 
+def test_peers_that_nobody_asked_to_be_killed_are_told_too() -> None:
+    """A process that was killed by a person or for its memory was on no line: 0 killed, 1 joined."""
+    assert "3 killed, 3 joined on the way" in account.text(a_summary(removed=3))
+    assert "3 killed, 2 gone otherwise, 3 joined on the way" in account.text(a_summary(removed=5))
+    assert "0 killed, 1 gone otherwise, 0 joined on the way" in account.text(a_summary(killed=0, removed=1, joined=0))
+
+
 def test_what_was_undone_is_told_only_when_the_run_went_back() -> None:
     assert "undone" not in account.text(a_summary())
     text = account.text(a_summary(undone=32, recovered=2))

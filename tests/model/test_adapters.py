@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.chats import END, IDS, TURN, a_tokenizer
 from tests.runtime.test_node import TINY
 from torch import Tensor
 
@@ -183,18 +184,39 @@ def test_the_planner_counts_frozen_weights_apart(config: Config) -> None:
 
 def test_a_layer_that_no_stage_has_is_refused_with_what_was_named(config: Config) -> None:
     wrong = msgspec.structs.replace(config, tune=msgspec.structs.replace(config.tune, targets=("nosuch",)))
-    with pytest.raises(ValueError, match=r"tune\.targets = \['nosuch'\].*not found"):
+    with pytest.raises(ValueError, match=r"tune\.targets has 'nosuch', and the family 'llama' has no such layer"):
         stages.build(wrong, 0)
 
 
 def test_experts_in_one_tensor_get_no_adapters(tmp_path: Path) -> None:
-    model = msgspec.structs.replace(
-        TINY.model, family="mixtral", extra={"num_local_experts": 2, "num_experts_per_tok": 1}
-    )
-    mixed = msgspec.structs.replace(TINY, model=model)
     with pytest.raises(ValueError, match="several experts in one tensor"):
-        stages.build(based(mixed, tmp_path / "experts"), 0)
-    assert list(stages.build(based(mixed, tmp_path / "experts", targets=("q_proj",)), 0).named_parameters())
+        stages.build(based(mixed(2), tmp_path / "experts"), 0)
+    assert list(stages.build(based(mixed(2), tmp_path / "experts", targets=("q_proj",)), 0).named_parameters())
+
+
+def test_a_target_that_is_no_layer_is_refused_though_others_are(config: Config, tmp_path: Path) -> None:
+    """PEFT leaves it out in silence where it finds another."""
+    wrong = msgspec.structs.replace(config, tune=msgspec.structs.replace(config.tune, targets=("q_proj", "qq_proj")))
+    with pytest.raises(ValueError, match=r"'qq_proj'.* 'llama' has no such layer; .* q_proj, k_proj, .*lm_head"):
+        stages.hollow(wrong, 0)
+    experts = based(mixed(4), tmp_path / "experts", targets=("q_proj", "gate_up_proj"))
+    with pytest.raises(ValueError, match="'gate_up_proj', which is a tensor of several experts"):
+        stages.hollow(experts, 0)
+
+
+def test_experts_in_one_tensor_are_not_left_out_of_four_bits_in_silence(tmp_path: Path) -> None:
+    config = based(mixed(4), tmp_path / "experts", targets=("q_proj",), quantize="nf4")
+    with pytest.raises(
+        ValueError,
+        match=r"\d+% of the values in this model's blocks are elsewhere, such as model.layers.0.mlp.experts.",
+    ):
+        stages.hollow(config, 0)
+
+
+def mixed(experts: int) -> Config:
+    """Of a family that keeps the experts of a block in one tensor."""
+    extra = {"num_local_experts": experts, "num_experts_per_tok": 1}
+    return msgspec.structs.replace(TINY, model=msgspec.structs.replace(TINY.model, family="mixtral", extra=extra))
 
 
 def test_adapters_of_another_base_are_not_loaded(config: Config, tmp_path: Path) -> None:
@@ -267,6 +289,25 @@ def test_adapters_are_exported_to_any_storage_that_fsspec_knows(
     ):
         assert program.main(["export", path, "--adapter", target]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_what_is_exported_holds_the_tokenizer_with_its_chat_template(tmp_path: Path) -> None:
+    """transformers reads it from a file of its own: a merged model without it could not be talked to."""
+    import transformers
+
+    wide = msgspec.structs.replace(TINY, model=msgspec.structs.replace(TINY.model, vocab_size=IDS))
+    config = based(wide, tmp_path / "base")
+    data = msgspec.structs.replace(config.data, tokenizer=a_tokenizer(tmp_path / "base"))
+    config = msgspec.structs.replace(config, data=data)
+    store = checkpoint.Store(str(tmp_path / "checkpoints"))
+    records = [store.write_shard(1, number, 2, create(config, number).state()) for number in range(2)]
+    path = store.publish(1, records, checkpoint.about(config, "", ""))
+    chat = [{"role": "user", "content": "hello"}]
+    for option in ("--adapter", "--merge"):
+        place = tmp_path / option
+        assert program.main(["export", path, option, str(place)]) == 0
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == f"{TURN}user\nhello{END}"
 
 
 def test_export_says_what_it_cannot_write(config: Config, tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ def test_json_lines_give_their_field(tmp_path: Path) -> None:
     assert b"document" in b"".join(held.sample(i).astype(np.uint8).tobytes() for i in range(4))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'text'; it has 'body'; set data\.field"):
         dataset.open_dataset(a_config("jsonl", str(path)))
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match=r"no field 'text'; it has 'messages'; rows with these are data\.format=chat"):
+        dataset.open_dataset(a_config("jsonl", str(path)))
 
 
 @pytest.mark.parametrize(

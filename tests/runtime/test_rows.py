@@ -103,6 +103,12 @@ LONG = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" *
     [
         ([1, 2], "no field 'messages'; it has a list; set data.field"),
         ({"chat": []}, "no field 'messages'; it has 'chat'; set data.field"),
+        ({"text": "a"}, "no field 'messages'; it has 'text'; rows with these are data.format=text"),
+        ({"prompt": "a", "completion": "b"}, "no field 'messages'; it has .*; rows with these are data.format=prompt"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "no field 'messages'; it has .*; rows with these are data.format=preference",
+        ),
         ({"messages": []}, "no message of 'messages' is the assistant's"),
         ({"messages": "hello"}, "field 'messages' holds a str, not a list of messages"),
         ({"messages": [{"content": "hello"}]}, "message 1 of 'messages' has no role"),

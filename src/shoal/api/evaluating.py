@@ -109,5 +109,10 @@ def config_of(source: Path, base: str | None, settings: Sequence[str]) -> Config
     tree["tune"]["adapter"] = (
         ""  # what is measured here, and trained on by nobody: preference pairs may be compared with its base
     )
+    if any(
+        setting.startswith("data.format=") for setting in settings
+    ):  # rows: from JSON lines, not from what training read
+        del tree["data"]["source"]
+        tree["data"]["path"] = tree["data"]["path"] or "-"
     config, adapter = configuration.from_tree(configuration.overridden(tree, settings)), config.tune.adapter
     return msgspec.structs.replace(config, tune=msgspec.structs.replace(config.tune, adapter=adapter))

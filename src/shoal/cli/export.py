@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,9 @@ def merge(source: Path, config: Config, target: Path) -> None:
         remote.report_to(print)
         remote.complete(config.model.path)
         base = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype="auto", use_safetensors=True)
-        whole = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of PEFT's use of transformers
+            whole = PeftModel.from_pretrained(base, adapter).merge_and_unload()
         whole.config.tie_word_embeddings = getattr(
             hf_config(config), "tie_word_embeddings", False
         )  # tuned apart, they stay apart
@@ -105,7 +108,7 @@ def merge(source: Path, config: Config, target: Path) -> None:
 
 
 def _reveal(draft: Path, source: Path, target: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in remote.TOKENIZER:
         if (source / name).is_file():
             shutil.copy(source / name, draft / name)
     if target.exists():

@@ -21,7 +21,7 @@ from shoal import units
 from shoal.config import describe
 from shoal.config.describe import Key, keys, sections
 from shoal.config.sections.train import FLOAT16, NO_FLOAT16
-from shoal.config.tree import Config, problems, to_tree
+from shoal.config.tree import Config, completed, problems, to_tree
 from shoal.escaping import UNDECODABLE, Faults
 
 
@@ -49,7 +49,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     """A checked configuration from plain dictionaries, such as a TOML file or an invite holds. Faults: all that is wrong with it."""
     wrong: list[str] = []
     sections = {name: _section(name, fields, wrong) for name, fields in tree.items()}
-    config = Config() if wrong else Config(**sections)
+    config = Config() if wrong else completed(Config(**sections), tree)
     if wrong := wrong or list(problems(config)):
         raise Faults(wrong)
     return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -34,6 +34,12 @@ class Config(Section, frozen=True):
     device: Device = Device()
     checkpoint: Checkpoint = Checkpoint()
     plan: Plan = Plan()
+
+
+def completed(config: Config, named: Mapping[str, Mapping[str, Any]]) -> Config:
+    """With the settings that follow from those that are `named`, by section."""
+    rows = data.implied(config.data, named.get("data", {}), config.model.path)
+    return config if rows == config.data else msgspec.structs.replace(config, data=rows)
 
 
 def problems(config: Config) -> Iterator[str]:

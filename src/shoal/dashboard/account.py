@@ -71,7 +71,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     adopted_steps: int = 0  # first steps, committed by another run whose checkpoint this one adopted
     away: int = 0  # steps committed while no peer of this machine took part: how they were committed, only the members' count says
     first_step: int = 0  # where this session began
-    killed: int  # peers ended by --kill-every
+    killed: int  # peers ended by --kill-every or `shoal chaos`
+    removed: int = 0  # members that were removed from the run, those that were killed among them
     joined: int  # peers that joined while it ran
     tokens_per_s: float
     first_step_s: float | None  # from the command to the first commit; None: no commit
@@ -173,9 +174,11 @@ def perplexity(loss: float) -> float:
 
 def _peers(summary: Summary) -> list[tuple[str, str]]:
     """The row of peers; none of a machine alone."""
-    if not (summary.sent.total or summary.killed or summary.joined):
+    if not (summary.sent.total or summary.killed or summary.joined or summary.removed):
         return []
-    return [("peers", f"{summary.killed:,} killed, {summary.joined:,} joined on the way")]
+    others = max(0, summary.removed - summary.killed)
+    rest = f"{others:,} gone otherwise, " if others else ""
+    return [("peers", f"{summary.killed:,} killed, {rest}{summary.joined:,} joined on the way")]
 
 
 def _traffic(summary: Summary, peers: bool) -> list[tuple[str, str]]:

@@ -225,7 +225,12 @@ class Launcher:
         """What the user may do now."""
         speaks = self.config.device.executor != "emulated" and not self.config.model.factory
         if finished and summary.saved and speaks:
-            return [f'next: shoal generate {self.directory} "a few words"']
+            talks = self.config.data.format == "chat"
+            return [
+                f"next: shoal chat {self.directory}"
+                if talks
+                else f'next: shoal generate {self.directory} "a few words"'
+            ]
         if not finished and summary.steps and not self.watch.failed:  # its reason says what --resume does
             return [escaped_lines(self._goes_on(summary))]
         return []

@@ -126,12 +126,15 @@ def _no_text(file: Path, corpus: Corpus, settings: Data) -> str:
         head = stream.read(HEAD_BYTES)
     if b"\0" in head:
         return f"{file} is binary, not text: byte {head.index(0)} is NUL; name text files with data.path"
-    line = next((line for line in head.split(b"\n") if line.strip()), b"")
-    if corpus.lines and settings.wrong_rows == "refuse" and line and (b"\n" in head or len(head) < HEAD_BYTES):
+    if not corpus.lines or settings.wrong_rows != "refuse":
+        return ""
+    lines = head.split(b"\n")
+    for number, line in enumerate(lines if len(head) < HEAD_BYTES else lines[:-1], 1):  # whole ones
         try:
-            checked(parsed(line), settings)
+            if line.strip():
+                checked(parsed(line), settings)
         except WrongRow as error:
-            return f"{file}:1: {error}"
+            return f"{file}:{number}: {error}; data.wrong_rows=skip leaves such rows out"
     return ""
 
 
@@ -164,7 +167,7 @@ def shape(config: Config) -> Iterator[str]:
     place, where = Path(config.model.path).expanduser(), f"model.path = {config.model.path!r}"
     if not (place / "config.json").is_file():
         what = "has no config.json" if place.is_dir() else "is no directory"
-        hub = config.model.path if re.fullmatch(r"[\w.-]+/[\w.-]+", config.model.path) else "OWNER/MODEL"
+        hub = config.model.path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", config.model.path) else "OWNER/MODEL"
         yield f"{where} {what}; give a Hugging Face model directory, or a URL of one such as hf://{hub}"
         return
     try:
@@ -192,7 +195,12 @@ def tokenizer(config: Config) -> Iterator[str]:
             yield f"{where} has no chat template, which data.format = 'chat' needs; put a chat_template.jinja there"
         elif (place / "tokenizer.json").is_file():
             yield from _vocabulary(config, place / "tokenizer.json", where)
-        return
+    elif name != config.model.path:  # which `shape` tells
+        yield from _not_here(name, where)
+
+
+def _not_here(name: str, where: str) -> Iterator[str]:
+    """Is it in the cache or on the hub?"""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield f"{where}: no such directory; name one with a tokenizer.json, a tokenizer of the Hugging Face hub, or 'bytes'"
         return

@@ -30,10 +30,11 @@ PARTIAL = ".partial"  # follows the name of a shard that lacks tensors
 FETCHED = ".fetched"  # beside it: a line for each tensor that it has
 SOURCE = ".shoal-source.json"
 CONFIG = "config.json"
-SMALL = (
-    f"{CONFIG} generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json"
-    " vocab.json merges.txt vocab.txt spiece.model chat_template.jinja chat_template.json"
+TOKENIZER = (  # its files, as far as a model has them
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt vocab.txt"
+    " spiece.model chat_template.jinja chat_template.json"
 ).split()
+SMALL = [CONFIG, "generation_config.json", *TOKENIZER]
 SMALL_BYTES = 256 << 20  # of a file that is copied whole
 HEADER_BYTES = 100 << 20  # safetensors' own limit
 PART_BYTES = 16 << 20  # that one request asks for

@@ -33,7 +33,7 @@ from shoal.model.cut import (
     with_borders,
 )
 from shoal.model.families import cuts, hf_config, model_class, plan_of
-from shoal.model.layers import adapters, also, balance, boundary, linear, pairs, vocabulary
+from shoal.model.layers import adapters, also, balance, boundary, linear, nf4, pairs, vocabulary
 from shoal.model.layers.dropout import masks_of
 from shoal.model.weights import materialise
 
@@ -346,6 +346,9 @@ def _hollow(config: Config) -> tuple[PreTrainedModel, Parts]:
     cut(config.run, hf.num_hidden_layers)  # ValueError: no such cut
     model = on_meta(hf)
     also.refuse(model, config.tune, tied=tied)
+    adapters.refuse(model, config.tune)
+    if config.tune.quantize == "nf4":
+        nf4.refuse(model, model.get_output_embeddings())
     persistent_buffers = sorted(
         set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     )

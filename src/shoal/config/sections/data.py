@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from shoal import importing
@@ -87,6 +88,17 @@ class Data(Section, frozen=True):
     ] = ""
 
 
+def implied(data: Data, named: Collection[str], model_path: str) -> Data:
+    """With what follows from data.format where it is not `named`: rows come from JSON lines, and a chat is written by the tokenizer of the
+    model that is tuned."""
+    if data.format == "text":
+        return data
+    changes: dict[str, str] = {} if "source" in named else {"source": "jsonl"}
+    if data.format == "chat" and model_path and "tokenizer" not in named:
+        changes["tokenizer"] = model_path
+    return msgspec.structs.replace(data, **changes)
+
+
 def field_of(data: Data) -> str:
     """The field that a row is read from."""
     return data.field or {"text": "text", "chat": "messages"}.get(data.format, "prompt")
@@ -134,7 +146,10 @@ def _row_problems(data: Data, train: Train, plan: Plan) -> Iterator[str]:
     if data.source not in ("jsonl", "huggingface"):
         yield f"{what} reads rows, and data.source = {data.source!r} has none; try data.source=jsonl"
     if data.format == "chat" and data.tokenizer == "bytes":
-        yield f"{what} needs a tokenizer with a chat template; set data.tokenizer to a Hugging Face tokenizer"
+        yield (
+            f"{what} needs a tokenizer with a chat template; set data.tokenizer to a Hugging Face tokenizer, or model.path to a model"
+            " that has one"
+        )
     if data.format == "prompt":
         yield from without_effect(data, "data", ["field"], f"{what} reads the fields prompt and completion")
     if paired(data):

@@ -37,5 +37,12 @@ def change_note(before: View | None, view: View) -> list[Command]:
         return [Note("skipped" if view.last is not None and view.last.skipped else "commit", view.reason)]
     if view.ahead and not before.ahead:
         return [Note("round", view.reason)]
-    left = {m.peer for m in before.members} - {m.peer for m in view.members}
-    return [Note("removed" if left else "joined", view.reason)]
+    return [Note("removed" if _left(before, view) else "joined", view.reason)]
+
+
+def _left(before: View, view: View) -> bool:
+    """One is no member any more, or not even a joiner."""
+    members, joining = ({one.peer for one in each} for each in (view.members, view.joining))
+    return any(one.peer not in members for one in before.members) or any(
+        one.peer not in members | joining for one in before.joining
+    )

@@ -205,6 +205,12 @@ def _served(directory: Path) -> bool:
     return False
 
 
+def _committed(directory: Path) -> bool:
+    """That run has done a step, so that it ended neither before it began nor with the reason that is on the screen."""
+    path = directory / "commits.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
 def set_aside(directory: Path, but: str = "") -> None:
     """A new run begins with an empty directory; what an earlier one of that name left is kept under another. `but`: a folder that stays."""
     if directory.exists() and any(directory.iterdir()):
@@ -212,7 +218,7 @@ def set_aside(directory: Path, but: str = "") -> None:
         while (old := directory.with_name(f"{directory.name}.{number}")).exists():
             number += 1
         ours = (directory / checkpoints.KEY).exists()  # a guest has nothing to resume
-        killed = ours and (directory / "commits.jsonl").exists() and not (directory / "summary.json").exists()
+        killed = ours and _committed(directory) and not (directory / "summary.json").exists()
         os.rename(directory, old)
         print(f"what was in {directory} is now in {old}")
         if killed and not _served(old):

@@ -120,10 +120,10 @@ class Samples:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # a line beyond the limit: its writer is ended below
+        try:
             async for line in process.stdout:
                 self._take(line)
-        if process.returncode is None:
+        except ValueError:  # a line beyond the limit
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         code = await process.wait()

@@ -333,6 +333,7 @@ class RunMonitor:
             away=totals.away,
             first_step=self.resumed.first_step,
             killed=self.killed + self.books.base.account.killed,
+            removed=self.books.account.killed,
             joined=self.books.account.joined,
             tokens_per_s=self.tokens_per_s(),
             first_step_s=self.first_step_s,

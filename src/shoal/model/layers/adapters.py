@@ -31,6 +31,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PeftModel before the names in its files
 _OTHER_LAYERS = "set tune.targets to the target_modules of its adapter_config.json"
 _OTHER_PARTS = "set tune.also to what its modules_to_save stand for, of embeddings, head and norms"
+_OTHERS = 'name other layers, such as tune.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -52,6 +53,23 @@ def settings(tune: Tune, base: str = "") -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base or None,
     )
+
+
+def refuse(model: PreTrainedModel, tune: Tune) -> None:
+    """ValueError: one of tune.targets is no layer of the whole `model`. PEFT leaves out what it does not find, if it finds one."""
+    ends = [f".{name}" for name, _ in model.named_modules()]
+    for target in tune.targets:
+        if any(end.endswith(f".{target}") for end in ends):
+            continue
+        if any(name.endswith(f".{target}") for name, _ in model.named_parameters()):
+            raise ValueError(
+                f"tune.targets has {target!r}, which is a tensor of several experts and no layer here; {_OTHERS}"
+            )
+        linear = (name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
+        raise ValueError(
+            f"tune.targets has {target!r}, and the family {model.config.model_type!r} has no such layer; its linear layers are"
+            f" {', '.join(dict.fromkeys(linear)) or 'none'}"
+        )
 
 
 def narrow(model: PreTrainedModel, config: Config) -> None:
@@ -94,8 +112,7 @@ def attach(model: PreTrainedModel, config: Config) -> None:
             )
         if isinstance(module, ParamWrapper):
             raise ValueError(
-                f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; name other layers, such as "
-                'tune.targets=["q_proj", "k_proj", "v_proj", "o_proj"]'
+                f"tune.targets: {name} holds several experts in one tensor, which get no adapters here; {_OTHERS}"
             )
         if config.tune.dropout:
             module.lora_dropout[ADAPTER] = Dropout(masks, name)

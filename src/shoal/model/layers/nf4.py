@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 64  # values with one scale
+MOST_PLAIN = 0.1  # of the blocks' values that stay as they are: norms, routers and convolutions are fewer
 
 
 @cache
@@ -54,6 +55,25 @@ class Nf4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Linear.apply(x, self.weight, self.scales, self.bias, self.out_features)  # type: ignore[no-untyped-call]
         return y
+
+
+def refuse(model: nn.Module, head: nn.Module | None) -> None:
+    """ValueError: much of the whole `model` is not in linear layers, such as experts in one tensor, and would stay as large as it is."""
+    encoded, largest, rest = 0, ("", 0), 0
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            continue
+        for own, value in module.named_parameters(recurse=False):
+            if type(module) is nn.Linear:
+                encoded += value.numel()
+            else:
+                rest += value.numel()
+                largest = max(largest, (f"{name}.{own}", value.numel()), key=lambda one: one[1])
+    if encoded and rest > MOST_PLAIN * (encoded + rest):
+        raise ValueError(
+            f"tune.quantize = 'nf4' encodes linear layers, and {rest / (encoded + rest):.0%} of the values in this model's blocks are"
+            f" elsewhere, such as {largest[0]}, and would stay in train.dtype; try tune.quantize=none"
+        )
 
 
 def encode(model: nn.Module, head: nn.Module | None) -> None:

@@ -28,6 +28,12 @@ WARNINGS = 20  # of skipped rows that are written one by one
 FILL = ~np.zeros(1, dtype=np.int64)  # what follows the last row of a sample: any token, not counted
 NOTHING = np.empty(0, dtype=np.int64)
 ANSWERS = ("chosen", "rejected")  # fields of a preference pair
+FIELDS = {
+    "preference": ANSWERS,
+    "prompt": ("prompt", "completion"),
+    "chat": ("messages",),
+    "text": ("text",),
+}  # by data.format
 
 
 class WrongRow(ValueError):
@@ -155,25 +161,25 @@ def checked(row: object, data: Data) -> Mapping[str, Any]:
     if not isinstance(row, Mapping):
         raise WrongRow(f"no field {field_of(data)!r}; it has a {type(row).__name__}; set data.field")
     if data.format == "chat":
-        _check_messages(_field(row, field_of(data)), field_of(data))
+        _check_messages(_field(row, field_of(data), data), field_of(data))
         return row
     if paired(data):
-        return _checked_pair(row)
+        return _checked_pair(row, data)
     for name in ("prompt", "completion") if data.format == "prompt" else (field_of(data),):
-        if not isinstance(_field(row, name), str):
+        if not isinstance(_field(row, name, data), str):
             raise WrongRow(f"field {name!r} holds a {type(row[name]).__name__}, not text; set data.field")
     return row
 
 
-def _checked_pair(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked_pair(row: Mapping[str, Any], data: Data) -> Mapping[str, Any]:
     """Texts, or lists of messages, with the prompt in a field of its own, or in both chats."""
-    chosen, rejected = (_field(row, name, "") for name in ANSWERS)
+    chosen, rejected = (_field(row, name, data) for name in ANSWERS)
     if chosen == rejected:
         raise WrongRow("fields 'chosen' and 'rejected' are the same, so nothing is preferred")
     chats = isinstance(chosen, list) and isinstance(rejected, list)
     if chats and "prompt" not in row:
         row = {**row, **_shared_prompt(row["chosen"], row["rejected"])}
-    prompt, kind = _field(row, "prompt", ""), list if chats else str
+    prompt, kind = _field(row, "prompt", data), list if chats else str
     if wrong := next((name for name in ("prompt", *ANSWERS) if not isinstance(row[name], kind)), ""):
         raise WrongRow(
             f"field {wrong!r} holds a {type(row[wrong]).__name__}, and prompt, chosen and rejected are all texts or all lists of messages"
@@ -193,10 +199,14 @@ def _shared_prompt(chosen: list[Any], rejected: list[Any]) -> dict[str, list[Any
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def _field(row: Mapping[str, Any], name: str, advice: str = "; set data.field") -> object:
-    if name not in row:
-        raise WrongRow(f"no field {name!r}; it has {', '.join(map(repr, sorted(row))) or 'none'}{advice}")
-    return row[name]
+def _field(row: Mapping[str, Any], name: str, data: Data) -> object:
+    if name in row:
+        return row[name]
+    fits = next(
+        (form for form, fields in FIELDS.items() if form != data.format and all(one in row for one in fields)), ""
+    )
+    advice = f"; rows with these are data.format={fits}" if fits else "" if paired(data) else "; set data.field"
+    raise WrongRow(f"no field {name!r}; it has {', '.join(map(repr, sorted(row))) or 'none'}{advice}")
 
 
 def _check_messages(messages: object, field: str, answered: bool = True) -> None:
