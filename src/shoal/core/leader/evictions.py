@@ -205,7 +205,7 @@ class Conduct:
 
     def _dispute(self, keys: set[str]) -> None:
         """One word against the other, of two keys."""
-        for key in keys:
+        for key in sorted(keys):
             self._opponents.setdefault(key, set()).update(keys - {key})
 
     def _doubted(self, peers: list[Peer]) -> int:

@@ -45,13 +45,13 @@ def tracked(after: View, passed: Mapping[str, int], published: int, settings: Se
     """What `after`, the next view, is to say. `passed`: by key, the step at which a check of it passed last; `published`: version of the
     newest checkpoint."""
     known = after.undoing or Undoing(saves=(settings.first_step,) if settings.first_step else ())
-    present = {key_of(member.peer) for member in after.members}
+    present = dict.fromkeys(key_of(member.peer) for member in after.members)  # in the view's order: a set's differs by process
     since = {one.key: min(one.since, after.work) for one in known.unchecked}
     for key in present:
         begins = since.get(key, after.work)
         since[key] = max(begins, min(passed[key] + 1, after.work)) if key in passed else begins
     left = [key for key, step in since.items() if key not in present and step < after.step]
-    kept = present.union(left[-KEPT:])
+    kept = {*present, *left[-KEPT:]}
     saves = [step for step in known.saves if step <= after.step]
     if max(saves, default=0) < published <= after.step:
         saves.append(published)
