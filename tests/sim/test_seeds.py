@@ -91,11 +91,15 @@ def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["chaos", "undone"])
-def test_a_recorded_simulation_replays_to_the_same_commands_whatever_the_hash_seed(scenario: str, tmp_path: Path) -> None:
+def test_a_recorded_simulation_replays_to_the_same_commands_whatever_the_hash_seed(
+    scenario: str, tmp_path: Path
+) -> None:
     """Also what messages say, which the digest does not hold: a set of strings has another order in each process."""
     path = tmp_path / "trace.jsonl"
     outcome = run.record(load(scenario), 4, path)
-    program = f"from shoal import trace; told = trace.replay({str(path)!r}); print(told.events, told.differing, told.first)"
+    program = (
+        f"from shoal import trace; told = trace.replay({str(path)!r}); print(told.events, told.differing, told.first)"
+    )
     for seed in ("1", "2"):
         replayed = subprocess.run(
             [sys.executable, "-c", program],

@@ -45,7 +45,7 @@ def tracked(after: View, passed: Mapping[str, int], published: int, settings: Se
     """What `after`, the next view, is to say. `passed`: by key, the step at which a check of it passed last; `published`: version of the
     newest checkpoint."""
     known = after.undoing or Undoing(saves=(settings.first_step,) if settings.first_step else ())
-    present = dict.fromkeys(key_of(member.peer) for member in after.members)  # in the view's order: a set's differs by process
+    present = dict.fromkeys(key_of(member.peer) for member in after.members)  # ordered as the view, which a set is not
     since = {one.key: min(one.since, after.work) for one in known.unchecked}
     for key in present:
         begins = since.get(key, after.work)
