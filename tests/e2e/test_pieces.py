@@ -177,8 +177,10 @@ def test_every_sample_is_counted_once_also_those_of_the_dead(runs: tuple[Left, L
         assert said["balanced"], said["reason"]
         assert (said["issued"], said["committed"]) == (STEPS * MICROBATCHES, STEPS * MICROBATCHES)
         assert (said["lost"], said["counted_twice"]) == (0, 0)
-    groups = [len(commit.groups[0]) for commit in reference.commits(runs[1].directory)]
-    assert groups == [PEERS] * DIES + [PEERS - 1] * (STEPS - DIES)
+    of_pieces, died = reference.commits(runs[1].directory), runs[2]
+    assert [len(commit.groups[0]) for commit in of_pieces[: DIES + 1]] == [PEERS] * DIES + [PEERS - 1]
+    assert all(len(commit.groups[0]) in (PEERS - 1, PEERS) for commit in of_pieces[DIES + 1 :])  # with its successor
+    assert died not in {share.peer for commit in of_pieces[DIES:] for share in commit.groups[0]}
 
 
 def test_what_a_peer_keeps_of_tensors_is_a_piece_and_not_the_gradient(runs: tuple[Left, Left, str]) -> None:
@@ -189,13 +191,14 @@ def test_what_a_peer_keeps_of_tensors_is_a_piece_and_not_the_gradient(runs: tupl
     tokens_bytes = 8 * whole.config.train.batch * (whole.config.data.sequence + 1)  # of a step: more than a peer holds
 
     def most(left: Left) -> int:
-        """Of peers that gave nobody their state, which a peer that joins at the end may ask for."""
+        """Of peers that neither gave anybody their state nor joined and took one."""
+        first = {share.peer for share in reference.commits(left.directory)[0].groups[0]}
         items = list(trace.read(left.trace))
         events = [item for item in items if isinstance(item, trace.TraceRecord)]
         donors = {
             one.peer for one in events for do in one.commands if isinstance(do, Do) and isinstance(do.task, Export)
         }
-        carried = [item for item in items if isinstance(item, trace.TrafficRecord) and item.peer not in donors]
+        carried = [item for item in items if isinstance(item, trace.TrafficRecord) and item.peer in first - donors]
         return max(item.kept.memory for item in carried)
 
     assert PIECES_BYTES / 4 < most(pieces) <= PIECES_BYTES + tokens_bytes < gradient_bytes < most(whole)
