@@ -244,7 +244,8 @@ def test_its_status_is_told_while_it_trains_when_it_was_killed_and_when_it_is_ov
     assert "DEAD since 20" in dead and "`shoal train ... --resume` goes on" in dead and "to go," not in dead
     assert trained("--resume") == 0
     assert main.main(["status", "runs/one"]) == 0
-    assert capsys.readouterr().out.endswith("Every sample counted once.\n")
+    said = capsys.readouterr().out
+    assert "\nEvery sample counted once.\n" in said and said.endswith("(all of it: shoal leaderboard)\n")
 
 
 def test_what_has_no_room_is_refused_with_what_is_needed_before_anything_is_trained(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shoal.core.consensus.election import DOUBT
 from shoal.core.leader.membership import most_resting
-from shoal.core.member.judge import FEW, FIRST, IDLE, PENDING, Pauses, Words
+from shoal.core.member.judge import FEW, FIRST, IDLE, PATIENT, PENDING, Pauses, Words
 from shoal.core.messages import (
     Accept,
     Command,
@@ -223,3 +223,19 @@ def test_pauses_that_are_usual_are_no_reason_for_doubt() -> None:
     for at in range(820, 1900, 50):
         pauses.work(float(at))
     assert "nothing is committed" in pauses.too_long(TIMEOUT_S, 1900.0)
+
+
+def test_each_leader_that_is_doubted_since_the_last_commit_gives_the_next_one_twice_the_time() -> None:
+    """A leader waits for peers that it knows to be slow; where its followers wait less, each new leader is doubted before it acts."""
+    pauses = Pauses()
+    pauses.begin(0.0)
+    for idle_s in (FIRST * TIMEOUT_S, 2 * FIRST * TIMEOUT_S, 4 * FIRST * TIMEOUT_S):
+        assert not pauses.too_long(TIMEOUT_S, idle_s - 1.0) and pauses.too_long(TIMEOUT_S, idle_s + 1.0)
+        pauses.begin(0.0)
+        pauses.doubted()
+    for _ in range(100):
+        pauses.doubted()
+    assert pauses.too_long(TIMEOUT_S, PATIENT * FIRST * TIMEOUT_S + 1.0), "there is a bound"
+    pauses.begin(0.0)
+    pauses.commit(0.0)
+    assert pauses.too_long(TIMEOUT_S, FIRST * TIMEOUT_S + 1.0), "a commit ends that"

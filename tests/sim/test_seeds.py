@@ -74,6 +74,12 @@ def test_a_seed_that_failed_since_does_not_fail_again(scenario: str, seed: int) 
     assert not outcome.violations, f"{outcome.violations[0]}\nrerun: {run.rerun(scenario, seed)}"
 
 
+def test_leaders_that_wait_for_slow_peers_are_given_the_time() -> None:
+    """Found 2026-11-25: 13 leaders in 180 s waited for a peer that withholds, and each was doubted before it would take over."""
+    outcome = simulate("strangers/joiner/withhold", 12)
+    assert not outcome.violations, outcome.violations[0]
+
+
 def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
     program = "from shoal.sim.swarm import simulate; print(simulate('chaos', 3).digest)"
     digests = {

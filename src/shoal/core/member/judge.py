@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PENDING, IDLE, FIRST, WORDS, AGAIN = 2.0, 6.0, 15.0, 16.0, 1.0
 IDLE_TIMES, STEP_TIMES = 3.0, 10.0  # of the longest pause, and of the longest step, among the last
 KEPT, MEASURED = 16, 3  # steps whose times are kept, and that are enough
+PATIENT = 32.0  # times as long at most, after leaders that were doubted in vain
 ACCUSERS = 2  # other members that object, where there are so many
 EVICTED = 6  # a leader may evict one in so many members against their word,
 FEW = 2  # and in any case so many; likewise leaders that one member may accuse
@@ -43,6 +44,7 @@ class Pauses:
     def __init__(self) -> None:
         self.worked_at = self.stepped_at = math.inf
         self._longest_s = 0.0
+        self._patience = 1.0  # so many times as long: the leaders that were doubted since the last commit may have been right to wait
         self._pauses: deque[float] = deque(maxlen=KEPT)
         self._steps: deque[float] = deque(maxlen=KEPT)
 
@@ -55,7 +57,11 @@ class Pauses:
         if self.stepped_at < math.inf:
             self._steps.append(now - self.stepped_at)
             self._pauses.append(self._longest_s)
-        self.stepped_at, self._longest_s = now, 0.0
+        self.stepped_at, self._longest_s, self._patience = now, 0.0, 1.0
+
+    def doubted(self) -> None:
+        """In vain, it may be: a leader waits for peers it knows to be slow, and each new one begins to wait anew."""
+        self._patience = min(PATIENT, 2 * self._patience)
 
     def begin(self, now: float) -> None:
         """Nothing before counts: the run was interrupted."""
@@ -68,10 +74,12 @@ class Pauses:
     def too_long(self, timeout_s: float, now: float) -> str:
         """Why it is likely that nothing will be done any more, in words."""
         known = len(self._steps) >= MEASURED
-        idle_s = max((IDLE if known else FIRST) * timeout_s, IDLE_TIMES * max(self._pauses, default=0.0))
+        idle_s = (
+            max((IDLE if known else FIRST) * timeout_s, IDLE_TIMES * max(self._pauses, default=0.0)) * self._patience
+        )
         if now - self.worked_at > idle_s:
             return f"for {now - self.worked_at:.0f} s there is nothing to do"
-        step_s = max(FIRST * timeout_s, STEP_TIMES * max(self._steps, default=math.inf))
+        step_s = max(FIRST * timeout_s, STEP_TIMES * max(self._steps, default=math.inf)) * self._patience
         if known and now - self.stepped_at > step_s:
             return f"for {now - self.stepped_at:.0f} s nothing is committed"
         return ""
@@ -238,6 +246,7 @@ class LeaderJudge:
         if why and not self._register.election.distrusts(leader, now):
             self._doubted = leader
             self._pauses.begin(now)
+            self._pauses.doubted()
             commands += self._doubt(leader, why, now)
         return commands
 
