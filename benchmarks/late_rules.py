@@ -31,7 +31,7 @@ WIDTH, LAYERS, HEADS, LENGTH, INNER, BYTES = 32, 2, 2, 32, 96, 256
 WARMUP, FINAL, DECAY, BETA2, EPSILON = 10, 0.1, 0.1, 0.95, 1e-8
 HELD_OUT, HELD_OUT_STEPS = 16, 10**6  # batches, far beyond those that are trained on
 MOST_PERCENT = 0.5
-RATES = (5e-3, 1e-2, 2e-2)
+RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 Weights = dict[str, Tensor]  # (rules, ...) each
 
 

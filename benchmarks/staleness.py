@@ -58,6 +58,7 @@ VARIANTS = {
     "exact, rate 4": Variant(("train.learning_rate=4e-3",)),
     "Muon, rate 2": Variant((*MUON, "train.learning_rate=2e-3")),
     "Muon delayed, beta1 0, rate 2": Variant((*MUON, LATE, WITHOUT_FIRST, "train.learning_rate=2e-3")),
+    "Muon delayed, beta1 0, rate 4": Variant((*MUON, LATE, WITHOUT_FIRST, "train.learning_rate=4e-3")),
 }
 
 
