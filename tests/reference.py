@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -183,7 +184,7 @@ class OneProcess:
             group["lr"] = learning_rate(self.config.train, self.config.run.steps, self.step)
         self.optimizer.step()
         self.step += 1
-        loss = sum(loss for loss, _ in values) / self.microbatches * scale
+        loss = mean_loss([loss for loss, _ in values], whole=counted == sum(part.numel() for part in counts)) * scale
         return Trained(self.step - 1, loss, norm, tuple(self.digest(stage) for stage in range(len(self.names))))
 
     def digest(self, stage: int) -> str:
@@ -297,7 +298,7 @@ class ApartAndBack(OneProcess):
         self.sgd.step()
         self._back(names)
         self.step += 1
-        loss = sum(losses[index] for index in sorted(losses)) / self.microbatches
+        loss = mean_loss([losses[index] for index in sorted(losses)])
         return Trained(self.step - 1, loss, math.sqrt(_squares(way)), (self.digest(0),))
 
     def _alone(self, names: Sequence[str], share: Sequence[int], losses: dict[int, float]) -> None:
@@ -408,6 +409,12 @@ def follow(config: Config, dataset: Dataset, orders: Iterable[Order]) -> tuple[O
 
 
 # ----------------------------------------------------------------------------------------------- what a run has left
+
+
+def mean_loss(losses: list[float], whole: bool = True) -> float:
+    """Of a step's microbatches. Where every token counts, each is taken as at most 16 times their median."""
+    most = 16.0 * statistics.median(losses) if whole else math.inf
+    return sum(min(loss, most) for loss in losses) / len(losses)
 
 
 def commits(directory: Path) -> list[Committed]:
