@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
@@ -43,8 +45,8 @@ class Jam:
 
     def look(self, silent: str = "") -> Outcome:
         self.heard |= {peer: self.now for peer in "abcdef" if peer not in silent}
-        self.stalls.ask(self.view, self.ledger, 0.0, self.now)
-        return self.jams.look(self.view, self.ledger, self.stalls, self.slowest_s, self.heard, self.now)
+        self.stalls.ask(self.view, self.ledger, 0.0, inf, self.now)
+        return self.jams.look(self.view, self.ledger, self.stalls, self.slowest_s, inf, self.heard, self.now)
 
     def beat(self, *answers: tuple[str, int, str, int], silent: str = "") -> Outcome:
         """A beat later, and what each says to what it is asked: peer, microbatch, for whom it waits, how many were late with it."""

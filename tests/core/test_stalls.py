@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
@@ -55,9 +57,10 @@ class Step:
         held = self.ledger.books.get(peer, ())
         assert self.ledger.report(peer, held + tuple(Booking(index) for index in indices)) == ""
 
-    def ask(self, slowest_s: float = 0.0) -> list[tuple[str, int, int]]:
+    def ask(self, slowest_s: float = 0.0, most_s: float = inf) -> list[tuple[str, int, int]]:
         """Who is asked for which microbatch of which stage."""
-        sends = [one for one in self.stalls.ask(self.view, self.ledger, slowest_s, self.now) if isinstance(one, Send)]
+        commands = self.stalls.ask(self.view, self.ledger, slowest_s, most_s, self.now)
+        sends = [one for one in commands if isinstance(one, Send)]
         self.asked = [
             (one.peer, one.message.index, one.message.stage) for one in sends if isinstance(one.message, BookerRequest)
         ]
@@ -142,8 +145,23 @@ def test_a_few_microbatches_are_asked_after_at_a_time() -> None:
     stalls, ledger = Stalls(SETTINGS), Ledger(2, many)
     view = msgspec.structs.replace(VIEW, owners=(0,) * many)
     ledger.report("a", (Booking(0),))
-    stalls.ask(view, ledger, 0.0, 0.0)
-    assert len(stalls.ask(view, ledger, 0.0, LONG_S)) == ASKED
+    stalls.ask(view, ledger, 0.0, inf, 0.0)
+    assert len(stalls.ask(view, ledger, 0.0, inf, LONG_S)) == ASKED
+
+
+def test_however_slow_a_peer_says_it_is_the_leader_asks_and_acts_before_its_followers_doubt_it() -> None:
+    """Found 2026-11-25: a leader waited 80 times a median hop, its followers 24 s, and leader after leader was doubted."""
+    step, most_s = Step(), 9.0
+    step.now = most_s - 0.1
+    assert not step.ask(slowest_s=30.0, most_s=most_s)
+    step.now = most_s
+    assert step.ask(slowest_s=30.0, most_s=most_s) == [("b", 1, 1)]
+    step.answer("b", at="c", slow=0)
+    step.now += most_s - 0.1
+    assert step.stalls.judge(step.view, step.ledger, step.conduct, step.now) == ([], {})
+    step.now += 0.2
+    _, moves = step.stalls.judge(step.view, step.ledger, step.conduct, step.now)
+    assert moves == {1: "b waits for microbatch 1 of stage 1 at c"}
 
 
 def test_a_leader_that_was_stopped_waits_anew() -> None:

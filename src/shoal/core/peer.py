@@ -428,6 +428,7 @@ class PeerMachine:
         commands: list[Command] = []
         if not leader_role.current:
             commands += leader_role.begin(view, now) + self._beat(now)
+        self.leadership.followed_s = self.judge.idle_s
         commands += leader_role.decide(now) + self.judge.notes.note(self.leadership.stall, now)
         if self.leadership.resigns:
             return commands + leader_role.resign(now)

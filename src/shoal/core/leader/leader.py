@@ -23,6 +23,7 @@ from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
 
+PROMPT = 0.4  # of what followers bear of a leader under which nothing is done: when it asks why, and again when it acts on what it heard
 SLOWEST = 10.0  # times that a peer may be slower than the median, by its own word, and be waited for
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
@@ -34,6 +35,7 @@ class Leader:
         """`chance`: see Facts."""
         self.name, self.settings, self._chance = name, settings, chance
         self.facts = Facts(name, settings, chance)
+        self.followed_s = float("inf")  # followers doubt it after so long in which nothing is done
         self._begin(0)
 
     def _begin(self, term: int) -> None:
@@ -216,9 +218,10 @@ class Leader:
             if peer in facts.serving and heartbeat.rate > 0.0
         ]
         slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
-        commands = evidence.stalls.ask(view, ledger, slowest_s, now)
+        most_s = PROMPT * self.followed_s
+        commands = evidence.stalls.ask(view, ledger, slowest_s, most_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, facts.received_at, now)
+        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, most_s, facts.received_at, now)
         evidence.reassigning = jam.moves | evidence.reassigning
         for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PENDING, IDLE, FIRST, WORDS, AGAIN = 2.0, 6.0, 15.0, 16.0, 1.0
 IDLE_TIMES, STEP_TIMES = 3.0, 10.0  # of the longest pause, and of the longest step, among the last
 KEPT, MEASURED = 16, 3  # steps whose times are kept, and that are enough
-PATIENT = 32.0  # times as long at most, after leaders that were doubted in vain
+PATIENT = 4.0  # times as long at most, after leaders that were doubted in vain
 ACCUSERS = 2  # other members that object, where there are so many
 EVICTED = 6  # a leader may evict one in so many members against their word,
 FEW = 2  # and in any case so many; likewise leaders that one member may accuse
@@ -71,12 +71,14 @@ class Pauses:
     def forgive(self, gap_s: float, now: float) -> None:
         self.worked_at, self.stepped_at = (min(now, at + gap_s) for at in (self.worked_at, self.stepped_at))
 
+    def idle_s(self, timeout_s: float) -> float:
+        """How long nothing may be done here under a leader, before others were doubted."""
+        known = len(self._steps) >= MEASURED
+        return max((IDLE if known else FIRST) * timeout_s, IDLE_TIMES * max(self._pauses, default=0.0))
+
     def too_long(self, timeout_s: float, now: float) -> str:
         """Why it is likely that nothing will be done any more, in words."""
-        known = len(self._steps) >= MEASURED
-        idle_s = (
-            max((IDLE if known else FIRST) * timeout_s, IDLE_TIMES * max(self._pauses, default=0.0)) * self._patience
-        )
+        known, idle_s = len(self._steps) >= MEASURED, self.idle_s(timeout_s) * self._patience
         if now - self.worked_at > idle_s:
             return f"for {now - self.worked_at:.0f} s there is nothing to do"
         step_s = max(FIRST * timeout_s, STEP_TIMES * max(self._steps, default=math.inf)) * self._patience
@@ -191,6 +193,11 @@ class LeaderJudge:
         return "" if view.owners == wanted else "its owners are not those that follow from the members"
 
     # ----------------------------------------------------------------------------------------------------------- time
+
+    @property
+    def idle_s(self) -> float:
+        """After so long without work a leader is doubted here; other members have about as much patience."""
+        return self._pauses.idle_s(self._settings.heartbeat_timeout_s)
 
     def show_work(self, now: float) -> None:
         """Something was done for the run here."""

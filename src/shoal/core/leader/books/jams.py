@@ -106,13 +106,20 @@ class Jams:
             self._servers[peer, answer.index] = answer
 
     def look(
-        self, view: View, ledger: Ledger, stalls: Stalls, slowest_s: float, heard: Mapping[Peer, float], now: float
+        self,
+        view: View,
+        ledger: Ledger,
+        stalls: Stalls,
+        slowest_s: float,
+        most_s: float,
+        heard: Mapping[Peer, float],
+        now: float,
     ) -> Outcome:
-        """`slowest_s`: of the slowest peer for a microbatch; `heard`: when each peer was heard last."""
+        """`slowest_s`: of the slowest peer for a microbatch; after `most_s` it asks in any case. `heard`: when each peer was heard last."""
         self._keep(view)
         quiet_s = self._quiet_s(ledger, now)
         gaps_s = max(stalls.gaps.now_s, stalls.gaps.before_s)
-        if quiet_s < max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s):
+        if quiet_s < min(most_s, max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s)):
             return Outcome()
         outcome = Outcome(self._ask(view, ledger, now), [], {})
         if quiet_s < self._quick_s:

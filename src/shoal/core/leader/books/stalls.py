@@ -154,8 +154,9 @@ class Stalls:
         if case.at != answer.at:
             case.at, case.at_since = answer.at, now
 
-    def ask(self, view: View, ledger: Ledger, slowest_s: float, now: float) -> list[Command]:
-        """Questions to owners, when nothing has been booked for long."""
+    def ask(self, view: View, ledger: Ledger, slowest_s: float, most_s: float, now: float) -> list[Command]:
+        """Questions to owners, when nothing has been booked for long; `slowest_s`: of the slowest peer for a microbatch. After `most_s` in
+        any case, and twice that is too long for any hop: followers would doubt this leader before it acts."""
         if ledger.booked != self._booked or self._grew_at is None:
             if self._grew_at is not None and not self.gaps.remedied:
                 self.gaps.longest_s = max(self.gaps.longest_s, now - self._grew_at)
@@ -163,10 +164,10 @@ class Stalls:
             self._booked, self._grew_at, self.gaps.remedied = ledger.booked, now, False
             self._cases.clear()
         usual_s = max(HOPS * slowest_s, GAPS * self.gaps.now_s, GAPS * self.gaps.before_s)
-        self.gaps.most_s = TOO_LONG * max(self._patience_s, usual_s) if slowest_s else inf
+        self.gaps.most_s = min(TOO_LONG * max(self._patience_s, usual_s) if slowest_s else inf, most_s)
         quiet_s = max(self._patience_s, usual_s) * (1.0 if ledger.booked else FIRST)
         known_s = SHORT * max(self.gaps.of_steps, default=0.0) if len(self.gaps.of_steps) == KNOWN else quiet_s
-        wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s))
+        wait_s = min(quiet_s, max(known_s, usual_s, FLOORS * self._settings.min_request_timeout_s), most_s)
         if now - self._grew_at < wait_s:
             return []
         commands: list[Command] = []
