@@ -38,7 +38,8 @@ def start(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         if member not in ready
     )
     new = tuple(member for member in view.joining if member in ready) if view.epoch else ()  # since the first start
-    reason = f"{len(ready)} peers hold all {settings.stages} stages: step {view.step} begins"
+    then = "they can be asked" if settings.serve else f"step {view.step} begins"
+    reason = f"{len(ready)} peers hold all {settings.stages} stages: {then}"
     view = successor(
         view,
         [reason],
