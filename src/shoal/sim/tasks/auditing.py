@@ -51,4 +51,4 @@ class Audit:
     def end(self, task: m.EndAudit, rounding: float) -> m.Result:
         added, self._added = self._added, []
         cuts = zip(task.bounds[:-1], task.bounds[1:], strict=True) if task.digests else ()
-        return m.Result(sketches=tuple(sketch_of_all(added, rounding, high - low) for low, high in cuts))
+        return m.Result(sketches=tuple(sketch_of_all(added, rounding, low, high) for low, high in cuts))

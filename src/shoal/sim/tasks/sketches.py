@@ -27,22 +27,22 @@ def checks_of(sums: Sequence[Blob], parts: Sequence[Blob], own: Sequence[str]) -
 
 def sketch_of(part: Blob) -> m.Sketch:
     """Each thing that was added is a number of its own, and they add up."""
-    return sketch_of_all(part[4], values=part[3] - part[2]) if part[:1] == ("part",) else m.Sketch()
+    return sketch_of_all(part[4], low=part[2], high=part[3]) if part[:1] == ("part",) else m.Sketch()
 
 
-def sketch_of_all(added: Sequence[Blob], rounding: float = 0.0, values: int = 1) -> m.Sketch:
-    """Of what was added to so many values, each of norm 1; `rounding`: by which it is off, as a share."""
-    factor = (1.0 + rounding) * math.sqrt(values)
-    a, b, c, d = (
-        (math.fsum(numbers) * factor for numbers in zip(*map(_numbers, added), strict=True)) if added else (0.0,) * 4
-    )
-    return m.Sketch((a, b, c, d), math.fsum(_times(one) ** 2 for one in added) * values)
+def sketch_of_all(added: Sequence[Blob], rounding: float = 0.0, low: int = 0, high: int = 1) -> m.Sketch:
+    """Of what was added to the values from `low` to `high`, each of norm 1; `rounding`: by which it is off, as a share."""
+    factor = (1.0 + rounding) * math.sqrt(high - low)
+    numbers = [_numbers(one, low) for one in added]
+    a, b, c, d = (math.fsum(each) * factor for each in zip(*numbers, strict=True)) if added else (0.0,) * 4
+    return m.Sketch((a, b, c, d), math.fsum(_times(one) ** 2 for one in added) * (high - low))
 
 
-@lru_cache(1 << 16)
-def _numbers(one: Blob) -> tuple[float, ...]:
-    """Products of a vector of norm 1 with four vectors of signs: normal, as sums of uniform numbers are."""
-    bits = hashlib.sha256(repr(one).encode()).digest()
+@lru_cache(1 << 18)
+def _numbers(one: Blob, low: int) -> tuple[float, ...]:
+    """Products of a vector of norm 1 with four vectors of signs: normal, as sums of uniform numbers are. Each chunk has signs of its own:
+    with the same for all, products of pieces would add up as if they were one."""
+    bits = hashlib.sha256(repr((one, low)).encode()).digest()
     times = _times(one) / (8 / 12) ** 0.5
     return tuple(sum(byte / 255.0 - 0.5 for byte in bits[8 * at : 8 * at + 8]) * times for at in range(4))
 
