@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from shoal.launcher.process import identify, lives, send
+from shoal.launcher.process import identify, lives, send, spawn
 
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -47,3 +49,22 @@ def test_another_process_of_the_same_number_is_never_hit(asleep: subprocess.Pope
     earlier = msgspec.structs.replace(known, began=known.began + "0")
     assert not lives(earlier) and not send(earlier, signal.SIGKILL)
     assert asleep.poll() is None and lives(known)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 5])
+def test_a_process_whose_start_is_cancelled_is_killed_and_nothing_waits_for_ever(looks: int) -> None:
+    """Found 2026-11-25: `shoal run` never ended where every peer was killed while the successor of one was being started."""
+
+    async def cancelled() -> None:
+        starting = asyncio.ensure_future(
+            spawn(sys.executable, "-c", "import time; time.sleep(600)", stdout=asyncio.subprocess.PIPE)
+        )
+        for _ in range(looks):  # into the start
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(starting, 30.0)
+
+    asyncio.run(cancelled())
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

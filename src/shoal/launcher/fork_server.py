@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 
-from shoal.launcher.process import die_with
+from shoal.launcher.process import die_with, spawn
 
 MESSAGE_BYTES = 1 << 17  # one variable of an environment on Linux is no longer
 MODULE = "shoal.launcher.peer"
@@ -124,7 +124,7 @@ class ForkServer:
         ours.setblocking(False)
         self._variables = dict(variables)
         with theirs, open(self._log, "ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await spawn(
                 sys.executable,
                 "-m",
                 MODULE,

@@ -23,7 +23,7 @@ from shoal.escaping import escaped_lines
 from shoal.launcher import devices
 from shoal.launcher.fork_server import MODULE, Declined, ForkedProcess, ForkServer, usable
 from shoal.launcher.invite_text import INVITE_VARIABLE
-from shoal.launcher.process import identify
+from shoal.launcher.process import identify, spawn
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
 
 MAX_REPORT_BYTES = 64 << 20  # one report line: a view of many thousand microbatches
@@ -146,7 +146,7 @@ class PeerProcesses:
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{spec.label}.log"
         with open(log, "ab") as errors:
-            process = await self._forked(spec, errors) or await asyncio.create_subprocess_exec(
+            process = await self._forked(spec, errors) or await spawn(
                 sys.executable,
                 "-m",
                 MODULE,

@@ -178,6 +178,7 @@ class Launcher:
             for task in (*ways, *shown):
                 task.cancel()
             self.over.set()  # whoever ends now was told to
+        await self._starter.close()
         await self.crew.stop(0.0 if self.interrupted else None)
 
     def _can_leave(self) -> bool:

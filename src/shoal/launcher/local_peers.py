@@ -92,6 +92,7 @@ class Starter:
         self._processes, self._passes = processes, passes
         self._started = 0
         self._joining: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def start(self, first: bool) -> PeerProcess:
         """Its process; it takes part when it is introduced. `first`: it founds the run."""
@@ -120,9 +121,19 @@ class Starter:
         self.introduce(await self.start(first=False))
 
     def join_soon(self) -> None:
+        if self._closed:
+            return
         task = asyncio.get_running_loop().create_task(self.join())
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
+
+    async def close(self) -> None:
+        """Nobody joins any more, also who is being started."""
+        self._closed = True
+        joining = list(self._joining)
+        for task in joining:
+            task.cancel()
+        await asyncio.gather(*joining, return_exceptions=True)
 
 
 def peers_file(watch: RunMonitor, living: Sequence[PeerProcess], names: Mapping[str, Peer]) -> rundir.PeersFile:

@@ -6,6 +6,8 @@ never hit anything else. And a process that does not outlive its parent.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -85,3 +88,17 @@ def _began(pid: int) -> str:
     result = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, began = result.stdout.strip().partition(" ")
     return "" if not state or state.startswith("Z") else began.strip()
+
+
+async def spawn(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """`asyncio.create_subprocess_exec`, which waits for ever where it is cancelled in its middle (Python 3.11). Here it ends, and then the
+    process that nobody wants any more is killed."""
+    creating = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        process = await creating
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise

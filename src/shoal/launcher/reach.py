@@ -22,6 +22,7 @@ import msgspec
 
 from shoal.config import Config
 from shoal.core.messages import Peer
+from shoal.launcher.process import spawn
 from shoal.runtime.records.report import replace
 from shoal.transport.addresses import AUTO, hosts, is_loopback
 
@@ -97,13 +98,11 @@ def reached(addresses: Sequence[str]) -> str:
 async def welcome(directory: Path, addresses: Sequence[str], missing: int) -> str:
     """What to do on the machines of the `missing` peers, with an invite for them."""
     file = directory / INVITE
-    process = (
-        await asyncio.create_subprocess_exec(  # a process of its own: it imports torch, which a launcher has no use for
-            *(sys.executable, "-m", "shoal.cli.main", "invite", str(directory / "config.toml"), "--name", "guests"),
-            *("--out", str(file)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+    process = await spawn(  # a process of its own: it imports torch, which a launcher has no use for
+        *(sys.executable, "-m", "shoal.cli.main", "invite", str(directory / "config.toml"), "--name", "guests"),
+        *("--out", str(file)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await process.communicate()
     waiting = f"waiting for {missing} peer{'s' if missing > 1 else ''} from other machines; this one is reached at {reached(addresses)}"

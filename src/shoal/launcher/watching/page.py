@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.launcher.process import spawn
+
 NEEDS = ("starlette", "uvicorn", "prometheus_client")  # the extra "page"
 
 
@@ -26,7 +28,7 @@ async def serve(directory: Path, say: Callable[[str], None]) -> None:
         await asyncio.sleep(0.5)
     command = [sys.executable, "-m", "shoal.cli.main", "watch", str(directory), "--parent", str(os.getpid())]
     with open(directory / "logs" / "page.log", "ab") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
+        process = await spawn(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
     try:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()

@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.config import Config
 from shoal.escaping import UNDECODABLE, escaped
+from shoal.launcher.process import spawn
 from shoal.launcher.watching.watch import RunMonitor
 from shoal.runtime.records.report import replace
 
@@ -108,7 +109,7 @@ class Samples:
     async def _start(self) -> None:
         command = [sys.executable, "-m", "shoal.api.prompts", str(self._directory), str(os.getpid())]
         with open(self._directory / "logs" / "prompts.log", "wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await spawn(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
