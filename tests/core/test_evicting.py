@@ -902,11 +902,13 @@ def test_only_whoever_was_asked_has_published() -> None:
     leader = saving()
     for stage, peer in enumerate("ab"):
         leader.hear(peer, Saved(0, 1, stage, record="shard"))
+    leader.wait(0.5, alive=tuple("bcd"))
+    edition = leader.machine.facts.saving.edition
     for peer, step in (("b", 1), ("c", 1), ("a", 2)):
-        leader.hear(peer, Published(0, step, path="forged"))
-    leader.hear("b", Published(0, 1, failed="forged"))
+        leader.hear(peer, Published(0, step, path="forged", edition=edition))
+    leader.hear("b", Published(0, 1, failed="forged", edition=edition))
     assert leader.machine.facts.saving.published == 0 and leader.machine.facts.saving.unable == {}
-    leader.hear("a", Published(0, 1, path="there"))
+    leader.hear("a", Published(0, 1, path="there", edition=edition))
     assert leader.machine.facts.saving.published == 1
 
 

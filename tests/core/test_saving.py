@@ -48,6 +48,10 @@ class Rig:
     def saved(self, peer: str, stage: int, failed: str = "", shard: str = "") -> None:
         self.hear(peer, Saved(0, 4, stage, f"record {stage}", failed, shard or f"shard {stage}"))
 
+    def published(self, peer: str, path: str = "", failed: str = "") -> None:
+        """In answer to what was asked last."""
+        self.hear(peer, Published(0, 4, path, failed, self.saving.edition))
+
     def sent(self, kind: type[T]) -> list[tuple[str, T]]:
         return [(c.peer, c.message) for c in self.said if isinstance(c, Send) and isinstance(c.message, kind)]
 
@@ -85,9 +89,9 @@ def test_the_first_members_places_hold_everything_and_each_makes_it_visible() ->
     assert set(requests) == {"a", "b"} and {request.copies for request in requests.values()} == {
         (("A", "B"), ("B", "A"))
     }
-    rig.hear("a", Published(0, 4, "at A"))
+    rig.published("a", "at A")
     assert not rig.saving.idle
-    rig.hear("b", Published(0, 4, "at B"))
+    rig.published("b", "at B")
     assert rig.saving.idle and rig.notes() == ["step 4 saved at at A in 2 copies"]
 
 
@@ -118,7 +122,7 @@ def test_where_no_other_place_takes_it_there_are_fewer_copies_and_that_is_said()
     rig.saved("c", 0, failed="no room either")
     rig.saved("a", 1)
     for peer, _ in rig.sent(PublishRequest):
-        rig.hear(peer, Published(0, 4, f"at {peer}"))
+        rig.published(peer, f"at {peer}")
     assert rig.notes() == [
         "step 4 saved at at a",
         "step 4 is saved in 1 of 2 copies: b: no room; c: no room either",
@@ -132,7 +136,7 @@ def test_a_machine_that_dies_is_replaced_by_another(when: str) -> None:
         rig.saved("b", 0)
         rig.saved("a", 1)
     if when == "published":
-        rig.hear("b", Published(0, 4, "at B"))
+        rig.published("b", "at B")
     rig.without("b", "d")
     rig.tick(60.0)
     if when != "copying":
@@ -146,8 +150,28 @@ def test_a_machine_that_dies_is_replaced_by_another(when: str) -> None:
         rig.saved("a", 1)
     assert {peer for peer, _ in rig.sent(PublishRequest)} == {"a", "c"}
     for peer in "ac":
-        rig.hear(peer, Published(0, 4, f"at {peer}"))
+        rig.published(peer, f"at {peer}")
     assert rig.saving.idle and rig.notes() == ["step 4 saved at at a in 2 copies"]
+
+
+def test_a_place_that_was_made_visible_before_a_shard_came_there_is_asked_again() -> None:
+    rig = Rig(copies=1, members=(Member("a", 0), Member("b", 1)), places={"a": "A", "b": "B", "c": "A"})
+    rig.saved("a", 0)
+    rig.saved("b", 1)
+    first = dict(rig.sent(PublishRequest))
+    assert {peer: request.copies for peer, request in first.items()} == dict.fromkeys("ab", (("A",), ("B",)))
+    rig.published("a", "at A")
+    rig.view = View(number=4, step=4, members=(Member("a", 0), Member("c", 1)), phase=Phase.TRAINING)
+    rig.saving.on_view(rig.view)
+    rig.tick(60.0)
+    assert [peer for peer, _ in rig.sent(SaveRequest)] == ["c"], "stage 1 is written anew"
+    rig.saved("c", 1)
+    ((peer, again),) = rig.sent(PublishRequest)
+    assert (peer, again.copies) == ("a", ()) and again.edition != first["a"].edition
+    rig.hear("a", Published(0, 4, "at A", edition=first["a"].edition))
+    assert not rig.saving.idle, "an answer to the request before"
+    rig.published("a", "at A")
+    assert rig.notes() == ["step 4 saved at at A"]
 
 
 def test_a_place_whose_peer_dies_is_asked_through_another_peer_there() -> None:
@@ -171,7 +195,7 @@ def test_a_place_that_cannot_make_it_visible_is_replaced() -> None:
     rig.saved("b", 0)
     rig.saved("a", 1)
     for peer in "bd":
-        rig.hear(peer, Published(0, 4, failed="disk full"))
+        rig.published(peer, failed="disk full")
     rig.tick()
     assert rig.asked() == [("c", 0), ("c", 1)]
 

@@ -51,7 +51,7 @@ def save(leader: LeaderRig) -> None:
                 stage = leader.stage_of(peer)
                 leader.hear(peer, Saved(epoch, step, stage, f"record {stage}", shard=f"shard {stage}"))
         for member in leader.view.members:
-            leader.hear(member.peer, Published(epoch, step, "place"))
+            leader.hear(member.peer, Published(epoch, step, "place", edition=leader.machine.facts.saving.edition))
         leader.wait(1.0, alive=tuple(member.peer for member in leader.view.members))
     assert leader.machine.facts.saving.published == step, leader.notes()
 

@@ -87,6 +87,24 @@ def pair(tmp_path: Path) -> tuple[Place, Place]:
     return places
 
 
+def test_a_shard_that_comes_after_its_place_was_made_visible_is_added(tmp_path: Path) -> None:
+    """The machine that held it died meanwhile. Found 2026-11-25: the checkpoint was told as saved, and nobody could read that stage."""
+    here, lost = Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))
+    records = [(here if stage == 0 else lost).write(stage) for stage in range(STAGES)]
+    ours, theirs = (here.store.place,), (lost.store.place,)
+    here.store.publish(5, records, RUN, (ours, *(theirs,) * (STAGES - 1)))
+    with pytest.raises(checkpoint.Unloadable):
+        here.store.load(5, ALL)
+    with pytest.raises(ValueError, match="is not at"):
+        here.store.publish(5, records, RUN, (ours,) * STAGES)
+    assert [here.write(stage) for stage in range(1, STAGES)] == records[1:]
+    for _ in range(2):
+        assert here.store.publish(5, records, RUN, (ours,) * STAGES) == here.store.path(5)
+        assert not here.store.catalog.inspect(5).elsewhere
+        loaded = here.store.load(5, ALL)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in ALL.items())
+
+
 def files(place: Place) -> list[Path]:
     return sorted(path for path in Path(place.store.path(5)).rglob("*") if path.is_file())
 

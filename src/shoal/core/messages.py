@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 29  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 30  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -1042,6 +1042,7 @@ class PublishRequest(Wire, frozen=True):
     copies: Annotated[
         tuple[Places, ...], msgspec.Meta(max_length=4096)
     ] = ()  # of each shard; none: all share one place
+    edition: Digest = ""  # of records and copies: a place that dies is replaced by others, and those are asked again
 
 
 class Published(Wire, frozen=True):
@@ -1051,6 +1052,7 @@ class Published(Wire, frozen=True):
     step: Count
     path: Text = ""
     failed: Text = ""
+    edition: Digest = ""  # of the request
 
 
 # ----------------------------------------------------------------------------------------------- measuring the links

@@ -12,6 +12,7 @@ answers from what is written. For leader.py.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -66,7 +67,8 @@ class Saving:
         self.shards: dict[int, SavedShard] = {}
         self.unable: dict[int, dict[Peer, str]] = {}  # per stage, or PUBLISHER: who could not, and why
         self.refused: dict[tuple[int, Place], str] = {}  # copies of that stage's shard are not kept there
-        self.paths: dict[Place, str] = {}  # where it is visible
+        self.paths: dict[Place, str] = {}  # where it is visible, as `edition` says it
+        self.edition = ""  # of what places are to make visible: another when shards have come to other places
         # Stage and SOURCE or place -> whom, when, how often
         self.asked: dict[tuple[int, Place], tuple[Peer, float, int]] = {}
 
@@ -109,7 +111,7 @@ class Saving:
                 self._on_source(peer, place, message)
             case Saved() if self._answers(peer, message.stage, place):
                 self._on_copy(peer, place, message)
-            case Published() if not self._answers(peer, PUBLISHER, place):
+            case Published() if message.edition != self.edition or not self._answers(peer, PUBLISHER, place):
                 pass
             case Published() if message.failed:
                 self.unable.setdefault(PUBLISHER, {})[peer] = message.failed
@@ -195,11 +197,18 @@ class Saving:
         assert self.step is not None
         shards = [self.shards[stage] for stage in range(self.settings.stages)]
         holding = {place for shard in shards for place in shard.places}
-        if holding <= self.paths.keys():
-            return self._end(shards, [place for _, place in seats if place in holding])
         records = tuple(shard.record for shard in shards)
         copies = tuple(tuple(shard.places) for shard in shards) if len(holding) > 1 else ()
-        request = PublishRequest(epoch=self.epoch, step=self.step, records=records, copies=copies)
+        edition = hashlib.sha256(msgspec.msgpack.encode((records, copies))).hexdigest()[:32]
+        if (
+            edition != self.edition
+        ):  # what is visible says of shards that they are where they are no more, and lacks others
+            self.edition = edition
+            self.paths.clear()
+            self.asked = {key: asked for key, asked in self.asked.items() if key[0] != PUBLISHER}
+        if holding <= self.paths.keys():
+            return self._end(shards, [place for _, place in seats if place in holding])
+        request = PublishRequest(self.epoch, self.step, records, copies, edition)
         commands: list[Command] = []
         for place in sorted(holding - self.paths.keys()):
             publisher = self._publisher(place, shards, seats)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from shoal.core.messages import (
     Command,
     Do,
@@ -61,16 +63,16 @@ class Shards:
         return [Do(RunSave(task, stage, message.step))]
 
     def publish(self, peer: Peer, message: PublishRequest, best: int) -> list[Command]:
-        done, key = self._published, (message.epoch, message.step)
-        if done is not None and (done.epoch, done.step) == key:
+        done, key = self._published, (message.epoch, message.step, message.edition)
+        if done is not None and (done.epoch, done.step, done.edition) == key:
             return [Send(peer, done)]
         if self._publishing is not None:
             task, _, answer = self._publishing
-            if (answer.epoch, answer.step) == key:
+            if (answer.epoch, answer.step, answer.edition) == key:
                 self._publishing = task, peer, answer
             return []
         task = f"s/{next(self._serial)}"
-        self._publishing = task, peer, Published(message.epoch, message.step)
+        self._publishing = task, peer, Published(message.epoch, message.step, edition=message.edition)
         return [Do(RunPublish(task, message.step, message.records, message.copies, best, message.epoch))]
 
     def on_done(self, done: Done) -> list[Command]:
@@ -80,7 +82,7 @@ class Shards:
             return [Send(peer, self._saved)]
         if self._publishing is not None and self._publishing[0] == done.id:
             (_, peer, published), self._publishing = self._publishing, None
-            self._published = Published(published.epoch, published.step, done.result.record[:TEXT])
+            self._published = msgspec.structs.replace(published, path=done.result.record[:TEXT])
             return [Send(peer, self._published)]
         return []
 
@@ -91,5 +93,5 @@ class Shards:
             return [Send(peer, Saved(saved.epoch, saved.step, saved.stage, failed=reason))]
         if self._publishing is not None and self._publishing[0] == failed.id:
             (_, peer, published), self._publishing = self._publishing, None
-            return [Send(peer, Published(published.epoch, published.step, failed=reason))]
+            return [Send(peer, msgspec.structs.replace(published, failed=reason))]
         return []

@@ -146,8 +146,9 @@ class Store:
         return draft
 
     def publish(self, step: int, records: Iterable[str], about: About, copies: Copies = (), epoch: int = 0) -> str:
-        """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same. `copies`: the places
-        that hold each shard; () when all are here. `epoch`: of the session, in which it is written.
+        """Make the checkpoint of `step` whole and visible, and return its path. Asked again, it answers the same; with other copies, what
+        has come since is added to what is visible. `copies`: the places that hold each shard; () when all are here. `epoch`: of the
+        session, in which it is written.
 
         ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
         shards = _checked(step, records)
@@ -156,7 +157,7 @@ class Store:
         ours = self.catalog.inspect(step)
         if ours.training is not None and not ours.wrong and files.items() <= ours.training.files.items():
             if not self.catalog.read(ours).wrong:  # trained again after it was damaged, it has the same hashes
-                return self.path(step)
+                return self._add(ours.training, copies) if copies != ours.training.copies else self.path(step)
         draft = self.unfinished(step)
         training = _training(step, shards, about, files, self.catalog.authority or "", copies)
         training = msgspec.structs.replace(training, epoch=epoch)
@@ -172,6 +173,20 @@ class Store:
         if self._storage.local:
             self._reveal(step, {*files, MARKER})
         return self.path(step)
+
+    def _add(self, training: Training, copies: Copies) -> str:
+        """To a checkpoint that is visible: the shards that belong here, too, now that another place is lost. Its path."""
+        training = msgspec.structs.replace(training, copies=copies)
+        visible, draft = folder(training.step), self.unfinished(training.step)
+        for name, file in training.files.items():
+            if training.belongs(name, self.place) and self._storage.size(f"{visible}/{name}") != file.bytes:
+                if self._storage.size(f"{draft}/{name}") != file.bytes:
+                    raise ValueError(f"{name} of step {training.step} is not at {self.url}")
+                self._storage.rename(f"{draft}/{name}", f"{visible}/{name}")
+        self._storage.write(f"{visible}/{MARKER}", [memoryview(marker.encoded(training))])
+        if self._storage.local:
+            self._storage.sync()
+        return self.path(training.step)
 
     def prune(self, keep: int, best: int = 0) -> tuple[str, ...]:
         """Delete this run's checkpoints but the newest `keep` (0: none) and that of step `best`, and what was left unfinished before."""
