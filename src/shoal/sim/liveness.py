@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.core.consensus.certificates import can_agree
 from shoal.core.leader.evictions import pause_s
-from shoal.core.messages import Peer, View
+from shoal.core.messages import Peer, Phase, View
 from shoal.sim.checkers import progress
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
@@ -43,11 +43,7 @@ class Liveness:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
             undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
-            barred_s = (
-                pause_s(newest.evicted, node.name, context.settings)
-                if node.condition.was_unlike or context.settings.join_slowdown
-                else 0.0
-            )
+            barred_s = pause_s(newest.evicted, node.name, context.settings)  # two may not have reached it
             if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 continue
             if node.condition.leaving:
@@ -99,7 +95,11 @@ class Liveness:
         if timeline.over_s is not None or timeline.healed_s is None:
             return ""
         since_s = now - max([timeline.healed_s, *context.watch.commits.times_s[-1:]])
-        if since_s > scenario.progress_s * case.patience:
+        newest = context.watch.newest
+        saves = (
+            newest is not None and newest.phase is Phase.SAVING
+        )  # at the end, and each copy takes a slow disk's time anew
+        if since_s > scenario.progress_s * case.patience * (1 + case.settings.copies if saves else 1):
             return f"no commit for {since_s:.0f} s after healing"
         if now - timeline.healed_s > scenario.finish_s * case.patience:
             return f"not finished {now - timeline.healed_s:.0f} s after healing"
