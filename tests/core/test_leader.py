@@ -515,7 +515,7 @@ def test_a_stage_without_replicas_sends_everyone_back_to_the_checkpoint() -> Non
     leader.reduce()
     for stage, peer in enumerate(("a", "b")):
         leader.hear(peer, Saved(0, 1, stage, record=f"shard {stage}"))
-    leader.hear("a", Published(0, 1, path="somewhere"))
+    leader.hear("a", Published(0, 1, path="somewhere", edition=leader.machine.facts.saving.edition))
     leader.fill_books()
     leader.reduce()
     assert leader.view.step == 2 and leader.view.saved == 1
@@ -548,7 +548,7 @@ def back_at(step: int, settings: Settings) -> LeaderRig:
         leader.reduce()
         for stage, peer in enumerate(("a", "b")):
             leader.hear(peer, Saved(0, done, stage, record=f"shard {stage}"))
-        leader.hear("a", Published(0, done, path="somewhere"))
+        leader.hear("a", Published(0, done, path="somewhere", edition=leader.machine.facts.saving.edition))
     leader.fill_books()
     leader.reduce()
     for _ in range(30):
@@ -620,7 +620,7 @@ def test_nothing_that_was_being_saved_before_a_run_went_back_is_taken_for_its_ne
         leader.hear(peer, Saved(0, 1, stage, record=f"shard {stage}"))
     leader.wait(6.0, alive=("c",))  # b, the only replica of stage 1, is gone before it is published
     assert (leader.view.epoch, leader.view.step) == (1, 0)
-    leader.hear("a", Published(0, 1, path="somewhere"))
+    leader.hear("a", Published(0, 1, path="somewhere", edition=leader.machine.facts.saving.edition))
     for peer in ("a", "c"):
         leader.heartbeat(peer)
     assert leader.view.started and leader.view.saved == 0
@@ -639,7 +639,7 @@ def test_a_checkpoint_that_is_asked_for_is_of_the_step_that_is_trained_and_of_it
     assert leader.view.last is not None and leader.view.last.save
     for stage, peer in enumerate(("a", "b")):
         leader.hear(peer, Saved(0, 1, stage, record="shard"))
-    leader.hear("a", Published(0, 1, path="there"))
+    leader.hear("a", Published(0, 1, path="there", edition=leader.machine.facts.saving.edition))
     leader.fill_books()
     leader.reduce()
     assert leader.view.last is not None and not leader.view.last.save, "once"
@@ -851,7 +851,7 @@ def test_the_run_is_finished_after_its_last_step_and_everyone_is_told() -> None:
     leader.wait(0.5, alive=("b", "c"))
     for stage, peer in enumerate(("a", "b")):
         leader.hear(peer, Saved(0, 1, stage, record="shard"))
-    leader.hear("a", Published(0, 1, path="there"))
+    leader.hear("a", Published(0, 1, path="there", edition=leader.machine.facts.saving.edition))
     assert leader.view.finished
     for peer in ("b", "c"):
         leader.heartbeat(peer)

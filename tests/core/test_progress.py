@@ -196,6 +196,7 @@ class Averaging:
         self.watch = RoundWatch(Round(0, 0, 1, 1, groups), SETTINGS, 0.0)
         self.reduced: dict[str, Reduced] = {}
         self.waiting: dict[str, RoundWaits] = {}
+        self.hops_s = 0.0
 
     def reduce(self, *peers: str) -> None:
         for peer in peers:
@@ -215,7 +216,7 @@ class Averaging:
                 if peer not in self.reduced:
                     self.watch.on_waits(peer, waits, self.now)
         self.now = until
-        return self.watch.verdict(self.reduced, self.conduct, self.leader, self.now) or ("", "")
+        return self.watch.verdict(self.reduced, self.conduct, self.leader, self.now, self.hops_s) or ("", "")
 
 
 def test_whoever_sends_its_parts_to_nobody_is_evicted() -> None:
@@ -246,6 +247,16 @@ def test_the_others_are_heard_before_a_verdict() -> None:
     for peer in "abd":
         round_.waits(peer, parts="c")
     assert round_.verdict() == ("c", "keeps 3 of its stage waiting for its parts of a round, and lacks those of 0")
+
+
+def test_a_round_beside_the_next_steps_hops_may_wait_for_them() -> None:
+    """Found 2026-11-25: with hops of 5 s each piece took as long, and two honest peers were evicted one after the other."""
+    round_ = Averaging()
+    round_.hops_s = 10.0
+    for peer in "abd":
+        round_.waits(peer, parts="c")
+    assert round_.verdict(HEAR_BEATS * BEAT_S + 9.0) == ("", "")
+    assert round_.verdict(1.0 + BEAT_S)[0] == "c"
 
 
 def test_sums_are_looked_at_only_where_nobody_lacks_parts() -> None:

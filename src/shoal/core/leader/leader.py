@@ -24,6 +24,7 @@ from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
 
 PROMPT = 0.4  # of what followers bear of a leader under which nothing is done: when it asks why, and again when it acts on what it heard
+ROUND_HOPS = 2.0  # a delayed update's tasks wait for the hop that runs, and so do those of whom it waits for
 SLOWEST = 10.0  # times that a peer may be slower than the median, by its own word, and be waited for
 SEND_AGAIN_BEATS = 4  # a round, to those that have not reported
 
@@ -195,7 +196,8 @@ class Leader:
         if current is None:
             return commands + self._open_round(view, now)
         if facts.scan:
-            facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now))
+            hops_s = ROUND_HOPS * self._slowest_s() if self.settings.staleness else 0.0
+            facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now, hops_s))
             commands += facts.judge(facts.evidence.audits.tick(now))
         commands += facts.evidence.audits.requests(current.message, now)
         late = [
@@ -212,12 +214,7 @@ class Leader:
         ledger = facts.ledger(view.work)
         if ledger.whole:
             return []
-        rates = [
-            heartbeat.rate
-            for peer, heartbeat in facts.heartbeats.items()
-            if peer in facts.serving and heartbeat.rate > 0.0
-        ]
-        slowest_s = 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
+        slowest_s = self._slowest_s()
         most_s = PROMPT * self.followed_s
         commands = evidence.stalls.ask(view, ledger, slowest_s, most_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
@@ -227,6 +224,12 @@ class Leader:
             facts.convict(verdict)
         facts.changed |= bool(evidence.reassigning)
         return commands + jam.commands
+
+    def _slowest_s(self) -> float:
+        """Seconds of a microbatch at the slowest peer, of those that are believed; 0: nothing is known."""
+        beats = self.facts.heartbeats.items()
+        rates = [beat.rate for peer, beat in beats if peer in self.facts.serving and beat.rate > 0.0]
+        return 1.0 / max(min(rates), median(rates) / SLOWEST) if rates else 0.0
 
     def _open_round(self, view: View, now: float) -> list[Command]:
         facts, ledger = self.facts, self.facts.ledger(view.step)

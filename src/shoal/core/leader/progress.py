@@ -174,11 +174,14 @@ class RoundWatch:
     def _fresh_s(self) -> float:
         return FRESH_BEATS * self._settings.heartbeat_s
 
-    def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
-        """The peer that keeps this round from being done."""
+    def verdict(
+        self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float, hops_s: float = 0.0
+    ) -> Verdict | None:
+        """The peer that keeps this round from being done. `hops_s`: for so long its tasks may wait for hops of the next step."""
         hear_s = HEAR_BEATS * self._settings.heartbeat_s
         self._waits = {peer: waits for peer, waits in self._waits.items() if now - waits.at <= self._fresh_s}
-        long = {peer for peer, waits in self._waits.items() if now - waits.vain_at >= hear_s and peer not in reduced}
+        long_s = hear_s + hops_s
+        long = {peer for peer, waits in self._waits.items() if now - waits.vain_at >= long_s and peer not in reduced}
         if long and now - self._judged_at >= hear_s:
             self._judged_at = now
             freed_s = FREED_BEATS * self._settings.heartbeat_s
@@ -189,7 +192,7 @@ class RoundWatch:
                     return verdict
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
-        if not reduced or late_s <= max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
+        if not reduced or late_s <= hops_s + max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
             return None
         return self._last(reduced, late_s)
 
