@@ -204,7 +204,8 @@ class ForkServer:
                 self._ready.set_result(reason)
             case Forked(pid=pid):
                 assert self._asked is not None
-                self._asked.set_result(pid)
+                if not self._asked.done():  # else nobody waits any more; its pipes are closed, and it ends
+                    self._asked.set_result(pid)
             case Exited() as exited:
                 self._exited(exited)
             case ServerEnded(returncode=returncode):
