@@ -10,7 +10,7 @@ from tests import memory_shapes
 from shoal.config import Config
 
 
-KERNEL_BYTES = 1024  # a linear backward of oneDNN takes 896 bytes inside, on some processors
+KERNEL_BYTES = 4096  # oneDNN takes 896 bytes and more inside its linear backward, on some processors
 
 
 def assert_as_planned(seed: int, config: Config | None = None) -> None:
