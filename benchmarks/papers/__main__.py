@@ -1,6 +1,6 @@
 """`make papers`: the three papers' tables and the internet tax, recorded in recorded.json and written into docs/.
 
-python benchmarks/papers [swarm] [dtfm] [atom] [tax-1.3B] [tax-8B] [tax-70B]     some parts only; the others stay as recorded
+python benchmarks/papers [swarm] [dtfm] [atom] [tax-1.3B] [remains-1.3B] ...     some parts only; the others stay as recorded
 python benchmarks/papers --pages                                                 the pages from what is recorded
 """
 
@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]  # report.py and scenari
 
 import pages  # noqa: E402
 
-PARTS = (*pages.PAPERS, *(f"tax-{shape}" for shape in pages.SHAPES))
+PARTS = (*pages.PAPERS, *(f"{kind}-{shape}" for kind in ("tax", "remains") for shape in pages.SHAPES))
 
 
 def computed(part: str) -> object:
@@ -25,6 +25,10 @@ def computed(part: str) -> object:
         import tax
 
         return tax.outcome(part.removeprefix("tax-"))
+    if part.startswith("remains-"):
+        import remains
+
+        return remains.outcome(part.removeprefix("remains-"))
     return list(pages.module(part).rows())
 
 

@@ -36,7 +36,8 @@ def parts(known: dict[str, Any]) -> dict[Path, str]:
         if paper in known
     }
     taxes = {shape: known[f"tax-{shape}"] for shape in SHAPES if f"tax-{shape}" in known}
-    return result | ({TAX: tax_part(taxes)} if taxes else {})
+    left = {shape: known[f"remains-{shape}"] for shape in SHAPES if f"remains-{shape}" in known}
+    return result | ({TAX: tax_part(taxes, left)} if taxes else {})
 
 
 def write(known: dict[str, Any]) -> None:
@@ -47,7 +48,7 @@ def write(known: dict[str, Any]) -> None:
         draw(taxes)
 
 
-def tax_part(taxes: dict[str, Any]) -> str:
+def tax_part(taxes: dict[str, Any], left: dict[str, Any]) -> str:
     lines = [
         rows.BEGIN,
         "",
@@ -79,7 +80,7 @@ def tax_part(taxes: dict[str, Any]) -> str:
     for change in dict.fromkeys(name for outcome in taxes.values() for name in outcome["sensitivities"]):
         values = (_tax(outcome["sensitivities"].get(change, 0.0)) for outcome in taxes.values())
         lines.append(f"| {change} | {' | '.join(values)} |")
-    return "\n".join([*lines, "", *meeting(taxes), rows.END])
+    return "\n".join([*lines, "", *meeting(taxes), *remaining(left), *bounds(left), rows.END])
 
 
 def meeting(taxes: dict[str, Any]) -> list[str]:
@@ -99,6 +100,61 @@ def meeting(taxes: dict[str, Any]) -> list[str]:
                 lines.append(
                     f"| {shape} | {', '.join(best['levers'])} | {_tax(best['tax'])} | {best['plan']} | {met} |"
                 )
+    return [*lines, ""]
+
+
+# Columns of a tax's parts, and which of the forecaster's they add up
+COLUMNS = {
+    "compute": ("compute",),
+    "hops": ("network",),
+    "averaging": ("averaging",),
+    "waiting": ("waiting",),
+    "redone": ("redone", "joining", "stalled"),
+}
+
+
+def remaining(left: dict[str, Any]) -> list[str]:
+    """Each way's tax and its parts."""
+    if not left:
+        return []
+    lines = ["## What remains, by settings", ""]
+    lines += [
+        f"| shape | settings | tax | {' | '.join(COLUMNS)} | with all there | price | 1.15 |",
+        "|---|---" + "|---" * 9 + "|",
+    ]
+    for shape, outcome in left.items():
+        for way in outcome["ways"]:
+            parts = (_tax(sum(way["parts"].get(name, 0.0) for name in names)) for names in COLUMNS.values())
+            met = "meets" if 0 < way["tax"] <= AIM else ""
+            cells = (shape, way["way"], _tax(way["tax"]), *parts, _tax(way["full"]), way["price"], met)
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def bounds(left: dict[str, Any]) -> list[str]:
+    """The least that lines allow."""
+    if not left:
+        return []
+    lines = ["## What the lines allow", ""]
+    heads = ("shape", "machines", "compute, s", "best stages: hops, averaging, s", "exact at least", "late at least")
+    heads += ("exact with planned stages", "1.15 with those: lines", "or batch")
+    lines.append(f"| {' | '.join(heads)} |")
+    lines.append("|---" * len(heads) + "|")
+    for shape, outcome in left.items():
+        for one in outcome["bounds"]:
+            batch = f"x {one['planned_needs_batch']:.1f}" if one["planned_needs_batch"] else "none"
+            cells = (
+                shape,
+                str(one["machines"]),
+                f"{one['compute_s']:.3g}",
+                f"{one['exact_stages']}: {one['exact_hops_s']:.3g}, {one['exact_averaging_s']:.3g}",
+                _tax(one["exact"]),
+                f"{_tax(one['late'])} with {one['late_stages']}",
+                f"{_tax(one['planned'])} with {one['planned_stages']}",
+                f"x {one['planned_needs_line']:.1f}",
+                batch,
+            )
+            lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ import numpy as np
 from shoal import config
 from shoal.codec import Travel
 from shoal.forecasting.churn import Churn, Presence, presences
-from shoal.forecasting.forecaster import forecast
+from shoal.forecasting.forecaster import History, forecast
 from shoal.forecasting.job import Job, job_of
 from shoal.forecasting.rates import StepModel, model_of
 from shoal.launcher.planning.problem import problem_of
@@ -137,6 +138,7 @@ def centred(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, cluster=machines)
 
 
+@cache  # counting a model takes seconds
 def setting_of(shape: str, *settings: str) -> Setting:
     folder = CONFIGS / "internet"
     tree = config.load(str(folder / f"{shape}.toml"), [f"run.inflight={INFLIGHT}", *settings])
@@ -167,8 +169,9 @@ def batched(problem: Problem, factor: int) -> Problem:
 class References:
     """Tokens per FLOP of the best plans made for the data centre of one setting, found once for each set of choices."""
 
-    def __init__(self, setting: Setting, shape: str) -> None:
+    def __init__(self, setting: Setting, shape: str, tried: tuple[Cut, ...] = ()) -> None:
         self._setting, self._shape = setting, shape
+        self._cuts = tried or CENTRE[shape]
         self._known: dict[tuple[str, int], float] = {}
 
     def rate(self, moments: str, batch: int) -> float:
@@ -186,14 +189,14 @@ class References:
         problem = centred(batched(self._setting.problem, batch))
         problem = msgspec.structs.replace(problem, travel=Travel(), swapping=True, moments=moments)
         plans = []
-        for cut in CENTRE[self._shape]:
+        for cut in self._cuts:
             try:
                 plans.append((decided(problem, cut), cut))
             except ValueError:  # it does not fit with these moments
                 continue
         best, cut = min(plans, key=lambda each: step_of(each[0]))
         rates = [steady(*modelled(self._setting, problem, best), problem.cluster)]
-        machines = problem.cluster.chosen(range(0, len(problem.cluster.devices), 2))  # as many as the record has there
+        machines = problem.cluster.chosen(half_of(problem.cluster))  # as many as the record has there
         half = msgspec.structs.replace(problem, cluster=machines)
         try:
             rates.append(steady(*modelled(self._setting, half, decided(half, cut)), machines))
@@ -202,6 +205,15 @@ class References:
         words = f"{described(best)}; of half of the machines {rates[-1] / rates[0]:.2f} as much of a FLOP"
         print(f"  {self._shape}, data centre, {moments} moments, batch x{batch}: {words}", flush=True)
         return max(rates)
+
+
+def half_of(machines: Cluster) -> list[int]:
+    """Every second machine of each kind. Every second of the file would be the slower kind alone where kinds alternate: as fast for a
+    FLOP as machines that are all alike."""
+    kinds: dict[float, list[int]] = {}
+    for at, device in enumerate(machines.devices):
+        kinds.setdefault(device.flops, []).append(at)
+    return sorted(at for alike in kinds.values() for at in alike[::2])
 
 
 def step_of(plan: Plan) -> float:
@@ -227,13 +239,18 @@ def flops(machines: Cluster) -> float:
 
 def churned(setting: Setting, machines: Cluster, job: Job, model: StepModel) -> list[float]:
     """Tokens per FLOP that was there, with the record; of each seed."""
-    histories = [presences(setting.churn, job.machines, HOURS * 3600, seed) for seed in range(SEEDS)]
-    rates = []
-    for seed, history in enumerate(histories):
+    return [rate for rate, _ in plays(setting, machines, job, model)]
+
+
+def plays(setting: Setting, machines: Cluster, job: Job, model: StepModel) -> list[tuple[float, History]]:
+    """The same with what was played."""
+    played = []
+    for seed in range(SEEDS):
+        history = presences(setting.churn, job.machines, HOURS * 3600, seed)
         result = forecast(job, model, history, setting.churn.start_s, HOURS * 3600, seed)
         there = sum(hours_there(history, slot) * one.flops for slot, one in enumerate(machines.devices))
-        rates.append(result.tokens / (there * 3600))
-    return rates
+        played.append((result.tokens / (there * 3600), result))
+    return played
 
 
 def hours_there(history: Sequence[Presence], slot: int) -> float:
