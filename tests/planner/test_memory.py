@@ -9,7 +9,6 @@ from tests import memory_shapes
 
 from shoal.config import Config
 
-
 KERNEL_BYTES = 4096  # oneDNN takes 896 bytes and more inside its linear backward, on some processors
 
 
