@@ -197,18 +197,9 @@ class Saving:
         assert self.step is not None
         shards = [self.shards[stage] for stage in range(self.settings.stages)]
         holding = {place for shard in shards for place in shard.places}
-        records = tuple(shard.record for shard in shards)
-        copies = tuple(tuple(shard.places) for shard in shards) if len(holding) > 1 else ()
-        edition = hashlib.sha256(msgspec.msgpack.encode((records, copies))).hexdigest()[:32]
-        if (
-            edition != self.edition
-        ):  # what is visible says of shards that they are where they are no more, and lacks others
-            self.edition = edition
-            self.paths.clear()
-            self.asked = {key: asked for key, asked in self.asked.items() if key[0] != PUBLISHER}
+        request = self._request(shards, several=len(holding) > 1)
         if holding <= self.paths.keys():
             return self._end(shards, [place for _, place in seats if place in holding])
-        request = PublishRequest(self.epoch, self.step, records, copies, edition)
         commands: list[Command] = []
         for place in sorted(holding - self.paths.keys()):
             publisher = self._publisher(place, shards, seats)
@@ -216,6 +207,19 @@ class Saving:
                 return self._leave_out(place, seats)
             commands += self._ask(PUBLISHER, place, publisher, request, now)
         return commands
+
+    def _request(self, shards: list[SavedShard], several: bool) -> PublishRequest:
+        """What each place is asked; `several`: there are other places. A new edition, where shards have come to others: what is visible
+        says that they are where they are no more, and lacks those that came."""
+        assert self.step is not None
+        records = tuple(shard.record for shard in shards)
+        copies = tuple(tuple(shard.places) for shard in shards) if several else ()
+        edition = hashlib.sha256(msgspec.msgpack.encode((records, copies))).hexdigest()[:32]
+        if edition != self.edition:
+            self.edition = edition
+            self.paths.clear()
+            self.asked = {key: asked for key, asked in self.asked.items() if key[0] != PUBLISHER}
+        return PublishRequest(self.epoch, self.step, records, copies, edition)
 
     def _publisher(self, place: Place, shards: list[SavedShard], seats: list[tuple[Member, Place]]) -> Peer | None:
         """A peer of that place, one that wrote a shard there if possible. None: every peer there has failed."""
