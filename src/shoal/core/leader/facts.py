@@ -403,6 +403,8 @@ class Facts:
             self.convict(conduct.accuse(peer, culprit, failed.reason, len(group) - 1))
             if failures[peer, culprit] >= SAME and culprit not in self.evidence.guilty:
                 self.convict(conduct.alone(peer, culprit, f"{peer}: {failed.reason}"))
+        elif culprit:  # a replica names only whose chunk it has got
+            self.convict((peer, f"blames {culprit} for a round, which has no part in its stage's exchange"))
         elif max(failures[peer], conduct.gives_up(peer) / GIVEN_UP) >= FAILURES:
             self.convict((peer, f"has given up {failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
