@@ -195,7 +195,8 @@ class Leader:
         if current is None:
             return commands + self._open_round(view, now)
         if facts.scan:
-            facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now))
+            for verdict in current.watch.verdicts(current.reduced, facts.evidence.conduct, self.name, now):
+                facts.convict(verdict)
             commands += facts.judge(facts.evidence.audits.tick(now))
         commands += facts.evidence.audits.requests(current.message, now)
         late = [

@@ -174,8 +174,8 @@ class RoundWatch:
     def _fresh_s(self) -> float:
         return FRESH_BEATS * self._settings.heartbeat_s
 
-    def verdict(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> Verdict | None:
-        """The peer that keeps this round from being done."""
+    def verdicts(self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float) -> list[Verdict]:
+        """The peers that keep this round from being done: of each stage one, which do not wait for another's."""
         hear_s = HEAR_BEATS * self._settings.heartbeat_s
         self._waits = {peer: waits for peer, waits in self._waits.items() if now - waits.at <= self._fresh_s}
         long = {peer for peer, waits in self._waits.items() if now - waits.vain_at >= hear_s and peer not in reduced}
@@ -183,15 +183,15 @@ class RoundWatch:
             self._judged_at = now
             freed_s = FREED_BEATS * self._settings.heartbeat_s
             self._busy = {peer for peer, since in self._freed.items() if now - since < freed_s}
-            for group in self._groups:
-                verdict = self._accused(group, reduced, long, conduct, leader)
-                if verdict is not None:
-                    return verdict
+            accused = [self._accused(group, reduced, long, conduct, leader) for group in self._groups]
+            if verdicts := [one for one in accused if one is not None]:
+                return verdicts
         usual_s = self._reduced_at - self._opened
         late_s = now - self._reduced_at
         if not reduced or late_s <= max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
-            return None
-        return self._last(reduced, late_s)
+            return []
+        last = self._last(reduced, late_s)
+        return [last] if last is not None else []
 
     def _last(self, reduced: dict[Peer, Reduced], late_s: float) -> Verdict | None:
         """The only peer of its stage that has not finished, and waits for no other."""
