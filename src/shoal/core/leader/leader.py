@@ -211,6 +211,8 @@ class Leader:
         """Ask the owners of what is missing where it hangs, and judge by their answers."""
         facts, evidence = self.facts, self.facts.evidence
         ledger = facts.ledger(view.work)
+        for peer in evidence.tails.look(view, ledger, now):
+            evidence.stalls.rest(peer)
         if ledger.whole:
             return []
         rates = [
