@@ -498,12 +498,12 @@ def test_whoever_was_waited_for_and_came_after_all_stays() -> None:
 
 
 def test_a_leader_that_lacks_parts_itself_resigns() -> None:
-    leader = a_run("bcd")
+    leader = a_run("bcdef")
     whole_books(leader)
     for _ in range(4):
         leader.hear("a", RoundWaits(0, 0, leader.rounds()[-1].round, parts=("c",)))
-        leader.wait(0.5, alive=tuple("bcd"))
-    assert members(leader) == "abcd" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
+        leader.wait(0.5, alive=tuple("bcdef"))
+    assert members(leader) == "abcdef" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
 
 
 def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_leader_was_stopped() -> None:

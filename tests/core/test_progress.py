@@ -354,6 +354,17 @@ def test_a_leader_does_not_judge_in_its_own_case() -> None:
     assert round_.verdict() == ("a", "lacks parts of a round, of c, and does not judge in its own case")
 
 
+def test_of_a_stage_of_two_the_leader_is_believed_as_it_would_be_by_another_and_once() -> None:
+    """Another leader would convict on its word, after as long a round again: two mute peers cost two leaders, and 32 s."""
+    round_ = Averaging("ac", leader="a")
+    round_.waits("a", parts="c")
+    assert round_.verdict() == ("c", "a has waited in vain for its parts of a round")
+    again = Averaging("ad", leader="a")
+    again.conduct = round_.conduct
+    again.waits("a", parts="d")
+    assert again.verdict()[0] == "a", "it cannot receive, or it lies"
+
+
 def test_what_is_said_of_strangers_of_oneself_or_after_the_end_counts_for_nothing() -> None:
     round_ = Averaging("abc", "z", "de")
     round_.waits("a", parts="axde")

@@ -244,9 +244,9 @@ class RoundWatch:
         self, group: list[Peer], edge: tuple[Peer, Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
     ) -> Verdict | None:
         """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive. A
-        leader does not judge in its own case: it lets another lead."""
+        leader does not judge in its own case: it lets another lead; but of a stage of two another would have its word alone, too."""
         accuser, accused = edge
-        if accuser == leader:
+        if accuser == leader and len(group) > 2:
             return leader, f"lacks {what} of a round, of {accused}, and does not judge in its own case"
         reason = f"{accuser} has waited in vain for its {what} of a round"
         if len(group) > 2 and open_ == [accuser]:
