@@ -345,6 +345,16 @@ def test_once_different_sums_cost_nobody_its_state() -> None:
     assert leader.view.step == 1 and members(leader) == "abcde"
 
 
+def test_whoever_has_differed_before_is_not_given_another_round() -> None:
+    """A damaged message explains one difference. A second round cost a second each time that a liar met another replica."""
+    leader = a_run("bcdef")
+    whole_books(leader)
+    leader.machine.facts.evidence.conduct.differs("c", "its sums differ")
+    reduce(leader, digests={"e": "another sum"})
+    again(leader, tuple("bcdef"))
+    assert "e" not in members(leader) and "e downloads its state again: its sums differ" in leader.reasons
+
+
 def test_twice_different_sums_send_the_minority_to_download_and_not_the_majority() -> None:
     leader = a_run("bcdef")
     whole_books(leader)

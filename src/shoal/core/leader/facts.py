@@ -467,7 +467,7 @@ class Facts:
                 self._on_differing(finding)
             case Dispute():
                 self.rounds.disagreements += 1
-                if self.rounds.disagreements >= DISAGREEMENTS:
+                if self.rounds.disagreements >= DISAGREEMENTS or self.evidence.conduct.has_differed(finding.replicas):
                     self._on_differing(finding)
                 self.rounds.retry(self.settings, now)
 
