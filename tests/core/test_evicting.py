@@ -12,7 +12,7 @@ from tests.core.test_leader import LeaderRig, places
 from shoal.core.leader.averaging import PAUSES
 from shoal.core.leader.books.stalls import QUIET_BEATS
 from shoal.core.leader.evictions import FIRST_PAUSE, Misfit
-from shoal.core.leader.facts import FAILURES, JOINS, SAME
+from shoal.core.leader.facts import FAILURES, GIVEN_UP, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
 from shoal.core.leader.rules.checks import HEARD_BEATS, STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
@@ -569,6 +569,21 @@ def test_rounds_that_each_peer_gives_up_once_evict_nobody() -> None:
         fail(leader, peer)
         again(leader, tuple("bcdef"))
     assert members(leader) == "abcdef"
+
+
+def test_whoever_gives_up_a_round_in_each_of_ten_steps_is_evicted() -> None:
+    """Each costs half a second: fifteen were a sixth of a minute."""
+    leader = a_run("bcdef")
+    for step in range(10):
+        assert members(leader) == "abcdef" and leader.view.step == step
+        whole_books(leader)
+        fail(leader, "b")
+        if step < 9:
+            again(leader, tuple("bcdef"))
+            reduce(leader)
+            for peer in "abcdef":
+                leader.heartbeat(peer)
+    assert members(leader) == "acdef" and GIVEN_UP * FAILURES == 10
 
 
 def test_failures_of_the_step_before_are_forgotten() -> None:

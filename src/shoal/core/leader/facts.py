@@ -50,7 +50,7 @@ from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 5  # rounds of one step that a peer may give up,
 QUIET_BEATS = 3  # after which a peer is silent, and not one that answers nobody
-GIVEN_UP = 3  # times as many in evictions.AGE steps
+GIVEN_UP = 2  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 NEAR, NEAR_BEATS = 2, 4  # steps that a joiner may be behind for the others to wait for it, or as many as take so long
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
