@@ -186,15 +186,14 @@ class RoundWatch:
             accused = [self._accused(group, reduced, long, conduct, leader) for group in self._groups]
             if verdicts := [one for one in accused if one is not None]:
                 return verdicts
-        usual_s = self._reduced_at - self._opened
-        late_s = now - self._reduced_at
-        if not reduced or late_s <= max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
-            return []
-        last = self._last(reduced, late_s)
+        last = self._last(reduced, now)
         return [last] if last is not None else []
 
-    def _last(self, reduced: dict[Peer, Reduced], late_s: float) -> Verdict | None:
+    def _last(self, reduced: dict[Peer, Reduced], now: float) -> Verdict | None:
         """The only peer of its stage that has not finished, and waits for no other."""
+        usual_s, late_s = self._reduced_at - self._opened, now - self._reduced_at
+        if not reduced or late_s <= max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
+            return None
         for group in self._groups:
             left = [peer for peer in group if peer not in reduced]
             if len(left) != 1 or left[0] in self._waits:
