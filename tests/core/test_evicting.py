@@ -12,7 +12,7 @@ from tests.core.test_leader import LeaderRig, places
 from shoal.core.leader.averaging import PAUSES
 from shoal.core.leader.books.stalls import QUIET_BEATS
 from shoal.core.leader.evictions import FIRST_PAUSE, Misfit
-from shoal.core.leader.facts import FAILURES, JOINS, SAME
+from shoal.core.leader.facts import FAILURES, GIVEN_UP, JOINS, SAME
 from shoal.core.leader.progress import LEAST_BEATS
 from shoal.core.leader.rules.checks import HEARD_BEATS, STALLED
 from shoal.core.leader.rules.rounds import OWNER_BEATS
@@ -345,6 +345,16 @@ def test_once_different_sums_cost_nobody_its_state() -> None:
     assert leader.view.step == 1 and members(leader) == "abcde"
 
 
+def test_whoever_has_differed_before_is_not_given_another_round() -> None:
+    """A damaged message explains one difference. A second round cost a second each time that a liar met another replica."""
+    leader = a_run("bcdef")
+    whole_books(leader)
+    leader.machine.facts.evidence.conduct.differs("c", "its sums differ")
+    reduce(leader, digests={"e": "another sum"})
+    again(leader, tuple("bcdef"))
+    assert "e" not in members(leader) and "e downloads its state again: its sums differ" in leader.reasons
+
+
 def test_twice_different_sums_send_the_minority_to_download_and_not_the_majority() -> None:
     leader = a_run("bcdef")
     whole_books(leader)
@@ -498,12 +508,12 @@ def test_whoever_was_waited_for_and_came_after_all_stays() -> None:
 
 
 def test_a_leader_that_lacks_parts_itself_resigns() -> None:
-    leader = a_run("bcd")
+    leader = a_run("bcdef")
     whole_books(leader)
     for _ in range(4):
         leader.hear("a", RoundWaits(0, 0, leader.rounds()[-1].round, parts=("c",)))
-        leader.wait(0.5, alive=tuple("bcd"))
-    assert members(leader) == "abcd" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
+        leader.wait(0.5, alive=tuple("bcdef"))
+    assert members(leader) == "abcdef" and "does not judge in its own case" in leader.machine.facts.evidence.resigns
 
 
 def test_the_last_that_is_not_done_with_a_round_is_evicted_but_not_because_the_leader_was_stopped() -> None:
@@ -532,12 +542,21 @@ def test_a_culprit_that_one_peer_names_in_two_rounds_stays_and_in_many_goes() ->
     assert members(leader) == "abcef"
 
 
-def test_a_culprit_of_another_stage_is_not_blamed_but_whoever_names_it_is_in_the_end() -> None:
+@pytest.mark.parametrize("culprit", ["c", "nobody"])
+def test_whoever_blames_a_peer_of_another_stage_for_its_round_is_evicted_at_once(culprit: str) -> None:
+    """No replica receives a chunk of a peer that is not in its exchange. Fifteen rounds were given up so before."""
+    leader = a_run("bcdef")
+    whole_books(leader)
+    fail(leader, "b", culprit)
+    assert members(leader) == "acdef" and "has no part in its stage's exchange" in leader.reasons
+
+
+def test_whoever_gives_up_rounds_and_blames_nobody_goes_in_the_end() -> None:
     leader = a_run("bcdef")
     whole_books(leader)
     for failures in range(1, FAILURES + 1):
         assert members(leader) == "abcdef", failures
-        fail(leader, "b", "c")
+        fail(leader, "b")
         if failures < FAILURES:
             again(leader, tuple("bcdef"))
     assert members(leader) == "acdef" and f"has given up {FAILURES} rounds of a step" in leader.reasons
@@ -550,6 +569,21 @@ def test_rounds_that_each_peer_gives_up_once_evict_nobody() -> None:
         fail(leader, peer)
         again(leader, tuple("bcdef"))
     assert members(leader) == "abcdef"
+
+
+def test_whoever_gives_up_a_round_in_each_of_ten_steps_is_evicted() -> None:
+    """Each costs half a second: fifteen were a sixth of a minute."""
+    leader = a_run("bcdef")
+    for step in range(10):
+        assert members(leader) == "abcdef" and leader.view.step == step
+        whole_books(leader)
+        fail(leader, "b")
+        if step < 9:
+            again(leader, tuple("bcdef"))
+            reduce(leader)
+            for peer in "abcdef":
+                leader.heartbeat(peer)
+    assert members(leader) == "acdef" and GIVEN_UP * FAILURES == 10
 
 
 def test_failures_of_the_step_before_are_forgotten() -> None:

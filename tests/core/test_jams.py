@@ -9,10 +9,13 @@ import pytest
 
 from shoal.core.leader.books.jams import (
     ALONE,
+    ASK_BEATS,
     FRESH_BEATS,
     GAPS,
     HOLD_BEATS,
     LONGEST,
+    MANY,
+    MANY_LONGEST,
     QUICK_BEATS,
     WITNESSES,
     Jams,
@@ -206,3 +209,61 @@ def test_a_leader_that_came_in_the_middle_of_a_step_hands_nothing_over() -> None
     jam.stalls.on_step(0.0, first=True)
     outcome = jam.until(("d", 3, "a", 0), ("a", 3, "", 0))
     assert outcome.moves == {} and outcome.verdicts == []
+
+
+def test_what_a_wait_took_for_which_somebody_is_to_blame_is_no_measure_and_asking_needs_none() -> None:
+    """The second of two liars had three times as long as the first: what that one had cost was taken for usual."""
+    jam = Jam()
+    for _ in range(8):
+        jam.beat(("d", 3, "a", 1), ("a", 3, "a", 0))
+    jam.ledger.report("e", tuple(map(Booking, (3, 4))), 1)
+    jam.beat()
+    assert jam.stalls.gaps.now_s < 1.0
+    jam.stalls.gaps.now_s = 8.0
+    assert not any(jam.beat().commands for _ in range(1)) and jam.beat().commands, "asked after two beats all the same"
+
+
+def test_a_wait_for_which_nobody_is_to_blame_is_a_measure() -> None:
+    jam = Jam()
+    for _ in range(8):
+        jam.beat(("d", 3, "a", 0), ("a", 3, "a", 0))
+    jam.ledger.report("e", tuple(map(Booking, (3, 4))), 1)
+    jam.beat()
+    assert jam.stalls.gaps.now_s > 7 * BEAT_S
+
+
+def test_a_server_that_several_are_about_to_convict_keeps_what_it_has_until_then() -> None:
+    """Owners have waited for long when judging begins: handing over at once would take the word of each away."""
+    jam = Jam()
+    jam.stalls.gaps.before_s = 8.0
+    outcome = jam.until(("d", 3, "a", 1), ("e", 4, "a", 1), ("a", 3, "a", 0), ("a", 4, "a", 0))
+    assert outcome.moves == {} and peers(outcome) == ["a"]
+
+
+def test_an_owner_that_waits_for_itself_loses_it_without_blame() -> None:
+    jam = Jam()
+    outcome = jam.until(("d", 3, "d", 1))
+    assert outcome.verdicts == [] and list(outcome.moves) == [3] and "waits for itself" in outcome.moves[3]
+    assert jam.now <= 0.2 + ASK_BEATS * BEAT_S + QUICK_S + 2 * BEAT_S
+    assert jam.stalls.takeovers(VIEW, outcome.moves, "b").struck == {"d": 0}
+    jam = Jam()
+    jam.stalls.gaps.longest_s = 3.0
+    assert jam.until(("d", 3, "d", 0)).moves and jam.now >= LONGEST * 3.0, "not before longer than anything took"
+
+
+def test_a_maker_that_four_servers_wait_for_is_judged_sooner_than_one_that_two_wait_for() -> None:
+    many = tuple(Member(peer, "abcdefgh".index(peer) // 4) for peer in "abcdefgh")
+    view = msgspec.structs.replace(VIEW, members=many, owners=(0, 1, 2, 4, 5, 6))
+    times = []
+    for count in (2, MANY):
+        jam = Jam(view)
+        jam.heard |= dict.fromkeys("gh", 0.0)
+        jam.stalls.gaps.longest_s = 3.0
+        jam.ledger = Ledger(2, 6)
+        jam.ledger.report("a", (Booking(0),))
+        at = "efgh"[:count]
+        said = [(owner, index, at[index % count], 0) for index, owner in enumerate("abcefg")]
+        outcome = jam.until(*said, *((server, index, "d", 0) for _, index, server, _ in said))
+        assert peers(outcome) == ["d"]
+        times.append(jam.now)
+    assert times[1] < times[0] and times[1] > MANY_LONGEST * 3.0

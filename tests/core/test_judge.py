@@ -158,15 +158,29 @@ def test_more_evicted_than_a_leader_needs_to_evict_are_enough() -> None:
     assert follower.doubts and FEW == 2
 
 
+VOTERS = [f"v{at}" for at in range(9)]
+
+
 def test_one_member_accuses_two_leaders_at_most() -> None:
     words = Words()
     for leader in ("a", "b", "c"):
         for by in ("x", "y"):
             words.add(leader, by, False, 0.0, 1.0)
-    assert words.enough("a", 9) and words.enough("b", 9) and not words.enough("c", 9)
+    assert words.enough("a", VOTERS) and words.enough("b", VOTERS) and not words.enough("c", VOTERS)
     words.add("c", "x", False, 2.0, 3.0)
     words.add("c", "y", False, 2.0, 3.0)
-    assert words.enough("c", 9), "what is old counts no more"
+    assert words.enough("c", VOTERS), "what is old counts no more"
+
+
+def test_a_leader_may_evict_three_of_ten_however_they_object_and_no_more() -> None:
+    """So many may lie together. It evicts some before others, and with each there are fewer left; those of a view that is not agreed
+    yet are still voters."""
+    words, keys = Words(), [f"k{at}" for at in range(60)]
+    for count, by in enumerate(keys[:18], 1):
+        words.add("a", by, True, 0.0, 1.0)
+        assert not words.enough("a", keys[count:]) and not words.enough("a", keys[max(0, count - 5) :])
+    words.add("a", keys[18], True, 0.0, 1.0)
+    assert words.enough("a", keys[19:]) and words.enough("a", keys)
 
 
 @pytest.mark.parametrize("steps", [0, 5])

@@ -90,6 +90,23 @@ def test_a_timeout_is_a_slow_sample() -> None:
     assert 0 < count["b"] < 20
 
 
+def test_whoever_is_late_again_and_has_answered_nothing_in_between_gets_no_requests_for_a_while() -> None:
+    """A server that says that it has each request was tried every few steps, each time for 2.5 s."""
+    routes = some_routes("a", "b")
+    shares(routes, {"a": 0.1, "b": 0.1}, 20)
+    for now in (2.5, 2.6):  # two that it was sent together are one time
+        routes.slow("b", 2.5, 1.0, now)
+    assert routes.claim("a", 0, 3.0, 1.0) and not routes.claim("b", 0, 3.0, 1.0), (
+        "nor what goes on from its own tensors"
+    )
+    assert "b" in {chosen(routes, 3.0) for _ in range(100)}
+    routes.slow("b", 2.5, 1.0, 6.0)
+    assert {chosen(routes, 6.0 + SETTINGS.ban_s * at / 200) for at in range(199)} == {"a"}
+    routes.answered("b", 0.1, 1.0, 20.0)
+    routes.slow("b", 2.5, 1.0, 30.0)
+    assert "b" in {chosen(routes, 31.0) for _ in range(100)}, "an honest one that answers begins anew"
+
+
 def test_timeouts_do_not_lengthen_everybodys_deadline() -> None:
     routes = some_routes("a", "b")
     for _ in range(50):

@@ -280,7 +280,7 @@ def counts_complaints_of_one_peer(patch: Patch) -> None:
 
 
 def sets_no_deadline_for_rounds(patch: Patch) -> None:
-    patch.setattr(RoundWatch, "verdict", lambda self, *_: None)
+    patch.setattr(RoundWatch, "verdicts", lambda self, *_: [])
 
 
 def leaves_a_hanging_microbatch_with_its_owner(patch: Patch) -> None:

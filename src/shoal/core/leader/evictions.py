@@ -188,6 +188,11 @@ class Conduct:
         most = TIES if tie else DIFFERS
         return (peer, f"{reason}, {self._differed[key]} times by now") if self._differed[key] >= most else None
 
+    def has_differed(self, replicas: Mapping[str, list[Peer]]) -> bool:
+        """One of these has had to download its state again, or has been in a dispute: no damaged message explains that, too."""
+        keys = {key_of(peer) for peers in replicas.values() for peer in peers}
+        return any(self._differed[key] or self._opponents.get(key) for key in keys)
+
     def undecided(self, peer: Peer) -> bool:
         """It has differed with one other peer alone, which may be the one that lies."""
         return len(self._opponents.get(key_of(peer), ())) < OPPONENTS and self._differed[key_of(peer)] < DIFFERS

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from shoal.core.leader.audits.audits import Audits
 from shoal.core.leader.books.jams import Jams
 from shoal.core.leader.books.stalls import Stalls, Takeovers
+from shoal.core.leader.books.tails import Tails
 from shoal.core.leader.evictions import Conduct
 from shoal.core.leader.progress import Progress
 from shoal.core.leader.undo.unchecked import Values
@@ -24,7 +25,7 @@ class Evidence:
         self.conduct = Conduct()
         self.audits = Audits(settings, chance)
         self.progress = Progress(name, settings)
-        self.stalls, self.jams = Stalls(settings), Jams(settings)
+        self.stalls, self.jams, self.tails = Stalls(settings), Jams(settings), Tails(settings)
         self.reassigning: dict[Index, str] = {}  # microbatches that need another owner
         self.takeovers: Takeovers | None = None  # who it is to be
         self.guilty: dict[Peer, str] = {}  # to be evicted
@@ -38,12 +39,16 @@ class Evidence:
 
     def on_view(self, before: View | None, view: View, present: Iterable[Peer], now: float) -> None:
         self.progress.on_view(before, view, now)
+        present = list(present)
         self.conduct.keep(present, (one.key for one in view.evicted))
         self.values.on_view(before, view, present)
         if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
             self.jams.on_step()
+        if before is None or (before.work, before.owners) != (view.work, view.owners):
+            self.tails.begin(now)
         self.stalls.on_view(view)
+        self.tails.keep(present)
         self.reassigning, self.takeovers = {}, None
 
     def forgive(self, gap_s: float, now: float) -> None:
@@ -51,6 +56,7 @@ class Evidence:
         self.progress.forgive(gap_s, now)
         self.stalls.forgive(now)
         self.jams.clear()
+        self.tails.clear()
         self.reassigning = {}
 
     def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:

@@ -50,7 +50,7 @@ from shoal.core.replica_state import NOBODY, Known, owner_of
 
 FAILURES = 5  # rounds of one step that a peer may give up,
 QUIET_BEATS = 3  # after which a peer is silent, and not one that answers nobody
-GIVEN_UP = 3  # times as many in evictions.AGE steps
+GIVEN_UP = 2  # times as many in evictions.AGE steps
 JOINS = 256  # requests to join that are kept; a peer that is not among them repeats its request
 NEAR, NEAR_BEATS = 2, 4  # steps that a joiner may be behind for the others to wait for it, or as many as take so long
 SAME = 5  # rounds of one step that a peer may give up because of one other peer
@@ -403,6 +403,8 @@ class Facts:
             self.convict(conduct.accuse(peer, culprit, failed.reason, len(group) - 1))
             if failures[peer, culprit] >= SAME and culprit not in self.evidence.guilty:
                 self.convict(conduct.alone(peer, culprit, f"{peer}: {failed.reason}"))
+        elif culprit:  # a replica names only whose chunk it has got
+            self.convict((peer, f"blames {culprit} for a round, which has no part in its stage's exchange"))
         elif max(failures[peer], conduct.gives_up(peer) / GIVEN_UP) >= FAILURES:
             self.convict((peer, f"has given up {failures[peer]} rounds of a step, the last: {failed.reason}"))
         return [Note("round", f"round given up: {peer} says {failed.reason}")]
@@ -465,7 +467,7 @@ class Facts:
                 self._on_differing(finding)
             case Dispute():
                 self.rounds.disagreements += 1
-                if self.rounds.disagreements >= DISAGREEMENTS:
+                if self.rounds.disagreements >= DISAGREEMENTS or self.evidence.conduct.has_differed(finding.replicas):
                     self._on_differing(finding)
                 self.rounds.retry(self.settings, now)
 

@@ -197,7 +197,8 @@ class Leader:
             return commands + self._open_round(view, now)
         if facts.scan:
             hops_s = ROUND_HOPS * self._slowest_s() if self.settings.staleness else 0.0
-            facts.convict(current.watch.verdict(current.reduced, facts.evidence.conduct, self.name, now, hops_s))
+            for verdict in current.watch.verdicts(current.reduced, facts.evidence.conduct, self.name, now, hops_s):
+                facts.convict(verdict)
             commands += facts.judge(facts.evidence.audits.tick(now))
         commands += facts.evidence.audits.requests(current.message, now)
         late = [
@@ -212,6 +213,8 @@ class Leader:
         """Ask the owners of what is missing where it hangs, and judge by their answers."""
         facts, evidence = self.facts, self.facts.evidence
         ledger = facts.ledger(view.work)
+        for peer in evidence.tails.look(view, ledger, now):
+            evidence.stalls.rest(peer)
         if ledger.whole:
             return []
         slowest_s = self._slowest_s()

@@ -174,10 +174,11 @@ class RoundWatch:
     def _fresh_s(self) -> float:
         return FRESH_BEATS * self._settings.heartbeat_s
 
-    def verdict(
+    def verdicts(
         self, reduced: dict[Peer, Reduced], conduct: Conduct, leader: Peer, now: float, hops_s: float = 0.0
-    ) -> Verdict | None:
-        """The peer that keeps this round from being done. `hops_s`: for so long its tasks may wait for hops of the next step."""
+    ) -> list[Verdict]:
+        """The peers that keep this round from being done: of each stage one, which do not wait for another's. `hops_s`: for so long its
+        tasks may wait for hops of the next step."""
         hear_s = HEAR_BEATS * self._settings.heartbeat_s
         self._waits = {peer: waits for peer, waits in self._waits.items() if now - waits.at <= self._fresh_s}
         long_s = hear_s + hops_s
@@ -186,18 +187,17 @@ class RoundWatch:
             self._judged_at = now
             freed_s = FREED_BEATS * self._settings.heartbeat_s
             self._busy = {peer for peer, since in self._freed.items() if now - since < freed_s}
-            for group in self._groups:
-                verdict = self._accused(group, reduced, long, conduct, leader)
-                if verdict is not None:
-                    return verdict
-        usual_s = self._reduced_at - self._opened
-        late_s = now - self._reduced_at
+            accused = [self._accused(group, reduced, long, conduct, leader) for group in self._groups]
+            if verdicts := [one for one in accused if one is not None]:
+                return verdicts
+        last = self._last(reduced, now, hops_s)
+        return [last] if last is not None else []
+
+    def _last(self, reduced: dict[Peer, Reduced], now: float, hops_s: float) -> Verdict | None:
+        """The only peer of its stage that has not finished, and waits for no other."""
+        usual_s, late_s = self._reduced_at - self._opened, now - self._reduced_at
         if not reduced or late_s <= hops_s + max(LAST_BEATS * self._settings.heartbeat_s, ROUNDS * usual_s):
             return None
-        return self._last(reduced, late_s)
-
-    def _last(self, reduced: dict[Peer, Reduced], late_s: float) -> Verdict | None:
-        """The only peer of its stage that has not finished, and waits for no other."""
         for group in self._groups:
             left = [peer for peer in group if peer not in reduced]
             if len(left) != 1 or left[0] in self._waits:
@@ -247,9 +247,9 @@ class RoundWatch:
         self, group: list[Peer], edge: tuple[Peer, Peer], open_: list[Peer], what: str, conduct: Conduct, leader: Peer
     ) -> Verdict | None:
         """Everybody that is accused is so by one. Where all others are done, the one that is not may be the one that cannot receive. A
-        leader does not judge in its own case: it lets another lead."""
+        leader does not judge in its own case: it lets another lead; but of a stage of two another would have its word alone, too."""
         accuser, accused = edge
-        if accuser == leader:
+        if accuser == leader and len(group) > 2:
             return leader, f"lacks {what} of a round, of {accused}, and does not judge in its own case"
         reason = f"{accuser} has waited in vain for its {what} of a round"
         if len(group) > 2 and open_ == [accuser]:

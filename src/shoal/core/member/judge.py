@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
@@ -32,7 +33,7 @@ IDLE_TIMES, STEP_TIMES = 3.0, 10.0  # of the longest pause, and of the longest s
 KEPT, MEASURED = 16, 3  # steps whose times are kept, and that are enough
 PATIENT = 4.0  # times as long at most, after leaders that were doubted in vain
 ACCUSERS = 2  # other members that object, where there are so many
-EVICTED = 6  # a leader may evict one in so many members against their word,
+EVICTED = 0.3  # of all members, with those, a leader may evict against their word: as many may lie, together,
 FEW = 2  # and in any case so many; likewise leaders that one member may accuse
 EVICTS = "it evicts me"
 WORK = (Phase.TRAINING, Phase.OVERLAPPING, Phase.REOPENED)
@@ -103,14 +104,14 @@ class Words:
         if about < FEW:
             self._said.setdefault(key_of(leader), {})[key_of(by)] = now, evicted
 
-    def enough(self, leader: Peer, members: int) -> str:
-        """Whether they are as many as count, in words."""
+    def enough(self, leader: Peer, voters: Collection[str]) -> str:
+        """Whether they are as many as count, in words. `voters`: the keys of those that there are now."""
         said = self._said.get(key_of(leader), {})
         evicted = [who for who, (_, out) in said.items() if out]
         others = [who for who, (_, out) in said.items() if not out]
-        if len(others) >= min(ACCUSERS, max(1, members - 2)):
+        if len(others) >= min(ACCUSERS, max(1, len(voters) - 2)):
             return f"{' and '.join(others)} refuse what it proposes"
-        if len(evicted) > max(FEW, members // EVICTED):
+        if len(evicted) > max(FEW, EVICTED * len({*voters, *evicted})):
             return f"it has evicted {', '.join(evicted)}, who object"
         return ""
 
@@ -267,7 +268,7 @@ class LeaderJudge:
         if peer not in view.voters and not (message.evicted and self._gone.get(peer, since) > since):
             return []
         self._words.add(leader, peer, message.evicted, since, now)
-        why = self._words.enough(leader, len(view.voters))
+        why = self._words.enough(leader, [key_of(voter) for voter in view.voters])
         return self._doubt(leader, why, now) if why else []
 
     def _doubt(self, leader: Peer, why: str, now: float) -> list[Command]:

@@ -71,7 +71,7 @@ class Replica(msgspec.Struct, eq=False):
     banned_until: float = 0.0
     level: int = 0  # of the ban; 0: in good standing
     lagging: bool = False  # a request to it timed out, and it has not been as quick as its stage since
-    late: bool = False  # it has answered nothing since a request to it timed out
+    late: float | None = None  # since when a request to it timed out, if it has answered nothing since
     trial: bool = False  # a request was sent to it while banned or on probation
     queue_s: float = 0.0  # its queue as it last reported it, halved with each answer
     asked_at: float | None = None  # the oldest request since its last answer
@@ -296,7 +296,7 @@ class Routes:
         if peer is None:
             return None
         replica = self._at[peer][1]
-        ready = not replica.level and replica.busy_until <= now and not replica.late
+        ready = not replica.level and replica.busy_until <= now and replica.late is None
         return replica if ready and peer != avoid else None
 
     def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str, barred: frozenset[Peer]) -> str:
@@ -322,7 +322,7 @@ class Routes:
         if peer not in self._at or self._at[peer][0] != stage:
             return False
         replica = self._at[peer][1]
-        if replica.busy_until > now or replica.banned_until > now or replica.level:
+        if replica.busy_until > now or replica.banned_until > now or replica.level or replica.late is not None:
             return False
         replica.virtual += size * self._wirings[stage].estimate(replica)
         self._wirings[stage].place(replica, now)
@@ -370,7 +370,7 @@ class Routes:
             return
         stage, replica = self._at[peer]
         replica.unserved.clear()
-        replica.late = False
+        replica.late = None
         self._wirings[stage].measure(replica, seconds, size, ahead)
         if not again:
             self._wirings[stage].usual.add(seconds / size)
@@ -383,13 +383,15 @@ class Routes:
             self._wirings[stage].place(replica, now)
 
     def slow(self, peer: Peer, seconds: float, size: float, now: float, ahead: float = 0.0) -> None:
-        """It did not answer in time: a slow sample; on probation, a failure."""
+        """It did not answer in time: a slow sample; on probation, or where it was asked after it had been late before and has answered
+        nothing since, a failure."""
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
         self._wirings[stage].measure(replica, seconds, size, ahead)
-        replica.lagging = replica.late = True
-        if replica.trial:
+        again = replica.late is not None and now - seconds >= replica.late
+        replica.lagging, replica.late = True, now if replica.late is None else replica.late
+        if replica.trial or again:
             self.failed(peer, now)
 
     def failed(self, peer: Peer, now: float) -> float:

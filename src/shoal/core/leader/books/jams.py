@@ -28,6 +28,8 @@ QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s
 HOLD_BEATS = 1.5  # for which what convicts has been said without a break: two answers
 FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its process may have been stopped, and silence has its own rule
 LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
+# The same where so many servers say that they wait for one maker
+MANY, MANY_LONGEST = 4, 2.0
 PARTS = 8.0  # of what is open: as long as one is booked books grow
 ASKED = 64  # microbatches that are asked after at a time
 ALONE = (
@@ -118,19 +120,21 @@ class Jams:
         """`slowest_s`: of the slowest peer for a microbatch; after `most_s` it asks in any case. `heard`: when each peer was heard last."""
         self._keep(view)
         quiet_s = self._quiet_s(ledger, now)
-        gaps_s = max(stalls.gaps.now_s, stalls.gaps.before_s)
-        if quiet_s < min(most_s, max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s, GAPS * gaps_s)):
+        if quiet_s < min(most_s, max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s)):
             return Outcome()
         outcome = Outcome(self._ask(view, ledger, now), [], {})
-        if quiet_s < self._quick_s:
+        stalls.gaps.remedied |= self._blamed
+        if quiet_s < min(most_s, max(self._quick_s, GAPS * max(stalls.gaps.now_s, stalls.gaps.before_s))):
             return outcome
         long_s = max(self._quick_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
-        if quiet_s >= long_s:
-            self._note_ungiven(view)
+        if quiet_s >= MANY_LONGEST / LONGEST * long_s:
+            self._note_ungiven(view, MANY if quiet_s < long_s else 1)
         late = {index: hang for index, hang in self._hangs.items() if self._late(index, hang, long_s, now)}
-        self._judge(view, late, heard, outcome, now)
+        suspects = self._judge(view, late, heard, outcome, now)
         self._settle(stalls, outcome, now)
-        self._hand_over(late, stalls, outcome, now)
+        self._hand_over({index: hang for index, hang in late.items() if hang.at not in suspects}, stalls, outcome, now)
+        if quiet_s >= long_s:
+            self._take_from_idle(stalls, outcome, now)
         return outcome
 
     def _keep(self, view: View) -> None:
@@ -150,6 +154,11 @@ class Jams:
             self._mark = Mark(ledger.booked, left, now)
             self._ungiven.clear()
         return now - self._mark.at
+
+    @property
+    def _blamed(self) -> bool:
+        """Some have found others late: how long that took is no measure of how long the next such wait may be."""
+        return bool(self._ungiven) or any(hang.slow > 0 and hang.at != hang.owner for hang in self._hangs.values())
 
     @property
     def _quick_s(self) -> float:
@@ -177,26 +186,33 @@ class Jams:
         said = self._servers.get((hang.at, index))
         return hang.slow > 0 or now - hang.at_since > long_s or (said is not None and bool(said.peer))
 
-    def _note_ungiven(self, view: View) -> None:
-        """Servers say that a tensor does not come. They are believed one by one, as owners go from one to the next."""
+    def _note_ungiven(self, view: View, least: int) -> None:
+        """Servers say that a tensor does not come. They are believed one by one, as owners go from one to the next; at first only where
+        at least so many say so of one maker at once."""
         stage_of = {member.peer: member.stage for member in view.members}
-        replicas = Counter(stage_of.values())
+        replicas, now = Counter(stage_of.values()), dict[Peer, dict[str, int]]()
         for (server, _), said in self._servers.items():
             if said.at and said.at != server and not said.peer and {said.at, server} <= stage_of.keys():
-                self._ungiven.setdefault(said.at, {})[key_of(server)] = replicas[stage_of[server]]
+                now.setdefault(said.at, {})[key_of(server)] = replicas[stage_of[server]]
+        for maker, by in now.items():
+            if len(by) >= least:
+                self._ungiven.setdefault(maker, {}).update(by)
 
     def _judge(
         self, view: View, late: dict[Index, Hang], heard: Mapping[Peer, float], outcome: Outcome, now: float
-    ) -> None:
-        """Whoever several wait for, as long as it does not wait for another."""
+    ) -> set[Peer]:
+        """Whoever several wait for, as long as it does not wait for another. Returns those who will be convicted if that stays so."""
         stage_of = {member.peer: member.stage for member in view.members}
         replicas, waits = Counter(stage_of.values()), self._waits(late, {key_of(peer) for peer in stage_of})
+        suspects = set[Peer]()
         for peer, stage in stage_of.items():
             by = waits.get(peer, {})
             enough = bool(by) and len(by) >= min(WITNESSES, *by.values()) and replicas[stage] > 1
             fresh = now - heard.get(peer, now) <= FRESH_BEATS * self._settings.heartbeat_s
+            suspects |= {peer} if enough and fresh else set()
             if self._holds((peer, -1), enough and fresh, now):
                 outcome.verdicts.append((peer, f"keeps {' and '.join(sorted(by))} waiting while nothing is booked"))
+        return suspects
 
     def _waits(self, late: dict[Index, Hang], keys: set[str]) -> dict[Peer, dict[str, int]]:
         """By whom each peer is waited for: keys, and how many such there could be."""
@@ -234,6 +250,14 @@ class Jams:
                 continue
             if stalls.hand_over(index, hang.owner, hang.stage, hang.at, now):
                 outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
+
+    def _take_from_idle(self, stalls: Stalls, outcome: Outcome, now: float) -> None:
+        """An owner waits for itself, as it says, and nobody else can tell for what: another one gets on, or not."""
+        for index, hang in self._hangs.items():
+            if index in outcome.moves or hang.at != hang.owner or now - hang.at_since < self._quick_s:
+                continue
+            if stalls.hand_over(index, hang.owner, hang.stage, "", now):
+                outcome.moves[index] = f"{hang.owner} waits for itself with microbatch {index}"
 
     def _holds(self, what: tuple[Peer, Index], true: bool, now: float) -> bool:
         """It has been so for HOLD_BEATS."""

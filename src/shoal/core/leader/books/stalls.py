@@ -268,12 +268,16 @@ class Stalls:
         late = [peer for peer in members if self._rests.get(peer, (0, 0))[1] > self._steps]
         return set(sorted(late, key=lambda peer: (self._rests[peer], peer), reverse=True)[: most_resting(len(members))])
 
+    def rest(self, owner: Peer) -> None:
+        """It gets no microbatches in the next steps, and longer each time."""
+        times = self._rests.get(owner, (0, 0))[0]
+        self._rests[owner] = times + 1, self._steps + REST * LONGER**times
+
     def settle(self, takeovers: Takeovers) -> None:
         """These are decided."""
         for owner, strikes in takeovers.struck.items():
             self._strikes[owner] += strikes
-            times = self._rests.get(owner, (0, 0))[0]
-            self._rests[owner] = times + 1, self._steps + REST * LONGER**times
+            self.rest(owner)
         for index in takeovers.cases:
             case = self._cases.pop(index)
             had = self._owned_by.setdefault(index, {case.owner})

@@ -1,0 +1,85 @@
+"""Whose microbatches all others wait for at the end of a step, again and again: who rests, and who does not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shoal.core.leader.books.tails import AGE, TAIL_BEATS, TIMES, Tails
+from shoal.core.leader.ledger import Ledger
+from shoal.core.messages import Booking, Member, Phase, Settings, View
+
+SETTINGS = Settings(stages=1, microbatches=6, steps=9)
+BEAT_S = SETTINGS.heartbeat_s
+VIEW = View(
+    number=5, step=3, members=tuple(Member(peer, 0) for peer in "abcdef"), owners=tuple(range(6)),
+    phase=Phase.TRAINING, since=4,
+)  # fmt: skip
+ALL = "abcdef"
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.tails, self.now = Tails(SETTINGS), 0.0
+
+    def play(self, *parts: tuple[float, str], view: View = VIEW) -> list[str]:
+        """A step: after so many seconds the microbatches of these owners are booked. Whoever is to rest then."""
+        self.tails.begin(self.now)
+        ledger, rest = Ledger(1, 6), list[str]()
+        books: tuple[Booking, ...] = ()
+        for seconds, owners in parts:
+            until = self.now + seconds
+            while self.now < until:
+                rest += self.tails.look(view, ledger, self.now)
+                self.now += BEAT_S / 2
+            books += tuple(Booking(ALL.index(owner)) for owner in owners)
+            assert not ledger.report("a", books)
+            rest += self.tails.look(view, ledger, self.now)
+        return rest
+
+
+def test_an_owner_that_keeps_all_waiting_again_rests_and_from_then_on_at_once() -> None:
+    steps = Steps()
+    late = (0.5 * BEAT_S, "abcde"), (3 * BEAT_S, "f")
+    assert [steps.play(*late) for _ in range(TIMES)] == [[]] * (TIMES - 1) + [["f"]]
+    for _ in range(5):
+        assert steps.play((BEAT_S, ALL)) == []
+    assert steps.play(*late) == ["f"]
+
+
+@pytest.mark.parametrize("parts", [
+    ((4 * BEAT_S, "abcde"), (3 * BEAT_S, "f")),  # less than all others took
+    ((0.5 * BEAT_S, "abcde"), ((TAIL_BEATS - 1) * BEAT_S, "f")),  # short
+    ((0.5 * BEAT_S, "abc"), (3 * BEAT_S, "def")),  # several: it is not their fault
+    ((0.5 * BEAT_S, "abcde"), (BEAT_S, ""), (0.5 * BEAT_S, "f")),
+])  # fmt: skip
+def test_nobody_rests_for_a_step_that_ends_as_it_went_or_for_which_several_are_late(
+    parts: tuple[tuple[float, str], ...],
+) -> None:
+    steps = Steps()
+    assert [steps.play(*parts) for _ in range(2 * AGE)] == [[]] * 2 * AGE
+
+
+def test_two_at_once_rest_and_what_was_long_ago_is_forgotten() -> None:
+    steps = Steps()
+    late = (0.5 * BEAT_S, "abcd"), (3 * BEAT_S, "ef")
+    assert steps.play(*late) == []
+    for _ in range(AGE):
+        steps.play((BEAT_S, ALL))
+    assert steps.play(*late) == [] and sorted(steps.play(*late)) == ["e", "f"]
+
+
+def test_the_time_begins_anew_with_other_owners_and_ends_with_a_stop() -> None:
+    steps, ledger = Steps(), Ledger(1, 6)
+    for _ in range(TIMES + 1):
+        steps.tails.begin(steps.now)
+        ledger = Ledger(1, 6)
+        ledger.report("a", tuple(map(Booking, range(5))))
+        assert steps.tails.look(VIEW, ledger, steps.now) == []
+        steps.now += 9.0
+        steps.tails.clear()
+        ledger.report("a", tuple(map(Booking, range(6))))
+        assert steps.tails.look(VIEW, ledger, steps.now) == [], "this process was stopped"
+    absent = msgspec.structs.replace(VIEW, members=VIEW.members[:5])
+    steps.tails.keep([member.peer for member in absent.members])
+    assert steps.play((0.5 * BEAT_S, "abcde"), (3 * BEAT_S, "f")) == []
