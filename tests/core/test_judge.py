@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import chain, combinations
 
 import pytest
 from msgspec.structs import replace
 
 from shoal.core.consensus.election import DOUBT
-from shoal.core.leader.membership import most_resting
+from shoal.core.leader.membership import may_rest, most_resting, owned
 from shoal.core.member.judge import FEW, FIRST, IDLE, PATIENT, PENDING, Pauses, Words
 from shoal.core.messages import (
     Accept,
@@ -109,6 +110,22 @@ def test_owners_that_rest_are_believed_as_long_as_they_are_few() -> None:
     few = Follower().proposed(**GOOD, owners=(2, 3, 4, 2, 3))
     many = Follower().proposed(**GOOD, owners=(3, 4, 3, 4, 3))
     assert accepts(few) and not accepts(many) and most_resting(5) == 2
+
+
+@pytest.mark.parametrize("home", [True, False])
+@pytest.mark.parametrize("microbatches", [2, 3, 5, 7, 12])
+@pytest.mark.parametrize("new", ["", "e", "ac"])
+def test_whoever_rests_by_the_leaders_rule_is_found_by_its_followers(home: bool, microbatches: int, new: str) -> None:
+    """Found 2026-11-25: with fewer microbatches than members, or where a new key rests, followers refused an honest leader."""
+    settings = replace(SETTINGS, home=home)
+    for rest in chain.from_iterable(combinations(NAMES, count) for count in range(most_resting(5) + 1)):
+        owners = owned(MEMBERS, microbatches, rest, new, settings)
+        view = replace(FIRST_VIEW, owners=owners)
+        assert any(owned(MEMBERS, microbatches, one, new, settings) == owners for one in may_rest(view, new)), rest
+
+
+def test_new_keys_own_nothing_also_where_all_others_rest() -> None:
+    assert set(owned(MEMBERS, 5, "abcd", "e", SETTINGS)) == {0, 1, 2, 3}
 
 
 def test_a_way_back_for_a_stage_without_members_or_an_undone_eviction_is_accepted() -> None:

@@ -41,6 +41,28 @@ class ReplicaState(msgspec.Struct):
     applying: Apply | None = None
     staleness: int = 0  # with 1, the parameters of version step - 1 are kept too
     _known: Known = NOBODY  # of `view`; computed once for each
+    _owned: dict[
+        Index, int
+    ] = {}  # number of the view in which each microbatch of `view.work` came to its owner, if that changed
+
+    def adopt(self, view: View) -> None:
+        """It follows `self.view`. Where views between were missed, others may have owned every microbatch meanwhile."""
+        before, self.view = self.view, view
+        if before is None or (before.epoch, before.work, before.since) != (view.epoch, view.work, view.since):
+            self._owned.clear()
+        elif view.number > before.number + 1:
+            self._owned.update(dict.fromkeys(range(len(view.owners)), view.number))
+        elif (before.owners, before.members) != (view.owners, view.members):
+            indices = range(len(view.owners))
+            self._owned |= {i: view.number for i in indices if owner_of(before, i) != owner_of(view, i)}
+
+    def speaks_for(self, index: Index, peer: Peer, number: int) -> bool:
+        """Whether `peer` owns microbatch `index` and has owned it without a break since view `number`, in which it sent its request: who
+        lost it and has it again, after whoever took it over has left, begins anew, and what ran for it counts no more."""
+        view = self.view
+        if view is None or owner_of(view, index) != peer:
+            return False
+        return number >= max(view.since, view.members[view.owners[index]].since, self._owned.get(index, 0))
 
     @property
     def ready(self) -> bool:
@@ -108,13 +130,6 @@ def is_fenced(name: Peer, before: View, view: View) -> bool:
 
 def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:
     return next((member for member in members if member.peer == peer), None)
-
-
-def speaks_for(view: View, index: Index, peer: Peer, number: int) -> bool:
-    """Whether `peer` owns microbatch `index` and has owned it without a break since view `number`, in which it sent its request."""
-    if owner_of(view, index) != peer:
-        return False
-    return number >= max(view.since, view.members[view.owners[index]].since)
 
 
 def owner_of(view: View, index: Index) -> Peer | None:

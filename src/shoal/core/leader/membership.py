@@ -82,6 +82,18 @@ def owners_of(
     return tuple(new[i // THIRD % len(new)] if i % THIRD == 0 else most[i % len(most)] for i in range(microbatches))
 
 
+def may_rest(view: View, new: Collection[Peer]) -> list[Collection[Peer]]:
+    """Who may have rested, so that `view` has the owners that it has: all that own none; those that others were preferred to, where there
+    are fewer microbatches than members; with `new` keys among them or without; nobody."""
+    owns = set(view.owners)
+    turn = sorted(range(len(view.members)), key=lambda i: (view.members[i].seat < 0, view.members[i].seat, i))
+    idle = [view.members[i].peer for i in turn if i not in owns]
+    last = max((at for at, i in enumerate(turn) if i in owns), default=0)
+    passed = [view.members[i].peer for i in turn[:last] if i not in owns]
+    known = [[peer for peer in peers if peer not in new] for peers in (idle, passed)]
+    return [known[0], known[1], idle, passed, ()]
+
+
 def owned(
     members: tuple[Member, ...], microbatches: int, rest: Collection[Peer], new: Collection[Peer], settings: Settings
 ) -> tuple[int, ...]:
@@ -89,7 +101,8 @@ def owned(
     what they own, a third together."""
     if settings.home:
         return owners_of(members, microbatches, rest, new)
-    return owners_of(members, microbatches, {*rest, *new})
+    out = {*rest, *new}
+    return owners_of(members, microbatches, out if any(one.peer not in out for one in members) else new)
 
 
 def inherit(view: View, members: tuple[Member, ...], unfinished: Collection[int]) -> tuple[int, ...]:

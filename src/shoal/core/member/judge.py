@@ -17,7 +17,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shoal.core.consensus.register import Register
-from shoal.core.leader.membership import inherit, most_resting, on_probation, owned
+from shoal.core.leader.membership import inherit, may_rest, most_resting, on_probation, owned
 from shoal.core.member.notes import StallNotes
 from shoal.core.messages import Command, Note, Objection, Peer, Phase, Send, Settings, View
 from shoal.core.names import key_of
@@ -182,16 +182,20 @@ class LeaderJudge:
         """Who owns what follows from the members. Few rest, since others took over from them."""
         if not view.owners or not view.members or view.phase not in WORK:
             return ""
-        new = on_probation(before)
         if before.ahead:
-            wanted = inherit(before, view.members, ())
+            right = view.owners == inherit(before, view.members, ())
         else:
-            rest = {one.peer for at, one in enumerate(view.members) if at not in view.owners and one.peer not in new}
-            if len(view.owners) >= len(view.members) and len(rest) > most_resting(len(view.members)):
-                return f"{len(rest)} of {len(view.members)} members own no microbatch"
-            rest = rest if len(view.owners) >= len(view.members) else set()
-            wanted = owned(view.members, self._settings.count(view.step), rest, new, self._settings)
-        return "" if view.owners == wanted else "its owners are not those that follow from the members"
+            new, most = on_probation(before), most_resting(len(view.members))
+            resting = may_rest(view, new)
+            if len(view.owners) >= len(view.members) and len(resting[0]) > most:
+                return f"{len(resting[0])} of {len(view.members)} members own no microbatch"
+            count = self._settings.count(view.step)
+            right = any(
+                view.owners == owned(view.members, count, rest, new, self._settings)
+                for rest in resting
+                if sum(peer not in new for peer in rest) <= most
+            )
+        return "" if right else "its owners are not those that follow from the members"
 
     # ----------------------------------------------------------------------------------------------------------- time
 

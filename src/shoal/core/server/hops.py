@@ -48,7 +48,7 @@ from shoal.core.messages import (
     TensorRequest,
     View,
 )
-from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of, speaks_for
+from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
 from shoal.core.server.audits import Audits
 from shoal.core.server.jobs import Book, Declined, Job, Pace, hop_of
@@ -118,7 +118,7 @@ class Hops:
         self._declined.on_view(before, view)
         commands: list[Command] = []
         for key, job in list(self._queue.items()):
-            if _void(view, job):
+            if self._void_by_owner(job):
                 del self._queue[key]
                 commands += drop(job.blobs)
         if before is not None and view.epoch != before.epoch:
@@ -288,7 +288,7 @@ class Hops:
         stage = serving.get(self._name)
         if view is None or stage is None:
             return []
-        if job is not None and job.backward and _void(view, job):
+        if job is not None and job.backward and self._void_by_owner(job):
             return []
         indices = tuple(booking.index for booking in self.books(view.work))
         commands: list[Command] = []
@@ -491,10 +491,9 @@ class Hops:
         """What was on its way there is lost."""
         self.store.on_unreachable(peer)
 
+    def _void_by_owner(self, job: Job) -> bool:
+        """Whoever sent it has no say any more."""
+        return not self._replica.speaks_for(job.message.index, job.sender, job.message.view)
+
     def _id(self) -> str:
         return f"s/{next(self._serial)}"
-
-
-def _void(view: View, job: Job) -> bool:
-    """Whoever sent it has no say any more."""
-    return not speaks_for(view, job.message.index, job.sender, job.message.view)

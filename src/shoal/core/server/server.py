@@ -268,7 +268,7 @@ class Server:
         if before is not None and view.number < before.number:
             return []
         change = change_of(self.name, replica, before, view)
-        replica.view = view
+        replica.adopt(view)
         match change:
             case ViewChange.STATE_VOID:
                 commands = self.drop_state()

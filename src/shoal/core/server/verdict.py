@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from shoal.core.messages import Backward, Forward, Peer, Settings
-from shoal.core.replica_state import ReplicaState, speaks_for
+from shoal.core.replica_state import ReplicaState
 from shoal.core.server.activation_store import needs
 from shoal.core.server.jobs import wanted
 
@@ -74,7 +74,7 @@ def judge(request: Request, name: Peer, replica: ReplicaState, settings: Setting
         return Ignore()
     if request.backward and facts.declined:
         return Ignore()
-    current, owned = message.step == view.work, speaks_for(view, message.index, request.peer, message.view)
+    current, owned = message.step == view.work, replica.speaks_for(message.index, request.peer, message.view)
     if request.backward and current and facts.here:
         # never declined while it is here; the owner of a view I have not seen yet gets no answer and asks again
         return AnswerFromBooks() if owned else Ignore()
