@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import liars_simulated as liars
 
-SECONDS, LEFT = 30.0, 0.62  # of the honest run's steps in the first half minute; a peer that is missing leaves 0.78
-SOON_S = 8.0
+SECONDS, LEFT = 30.0, 0.6  # of the honest run's steps in the first half minute; a peer that is missing leaves 0.78
+SOON_S = 8.5  # a round is judged after 8
 LEFT_BY_TWO = 0.35  # of them; two that are missing leave 0.69
 
 

@@ -6,7 +6,6 @@ never hit anything else. And a process that does not outlive its parent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import os
@@ -15,9 +14,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    import asyncio
 
 PR_SET_PDEATHSIG = 1
 ORPHANED = 3
@@ -93,6 +95,8 @@ def _began(pid: int) -> str:
 async def spawn(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """`asyncio.create_subprocess_exec`, which waits for ever where it is cancelled in its middle (Python 3.11). Here it ends, and then the
     process that nobody wants any more is killed."""
+    import asyncio  # not for commands that only look at processes
+
     creating = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
     try:
         return await asyncio.shield(creating)

@@ -16,6 +16,9 @@ from shoal.sim.swarm import Swarm
 RECENT_S, LOOK_S = 30.0, 0.5  # a fault is remembered for so long, and looked for so often
 
 
+NARROW = "is not needed: its line"  # rules/lines.py: it may not join for a while, and has done nothing wrong
+
+
 class Removed(msgspec.Struct, frozen=True):
     """A process that lived. `disturbed`: lately a fault touched it (stopped, cut off from whoever leads, ten times slower, its messages
     garbled, other bits in its optimizer). `convicted`: for what it did, and not for silence alone."""
@@ -72,8 +75,9 @@ class WatchedSwarm(Swarm):
                 continue
             disturbed = self._disturbed(node) or self.kernel.now - self.disturbed_s.get(peer, -RECENT_S) < RECENT_S
             key = key_of(peer)
-            convicted = times[1].get(key, 0) > times[0].get(key, 0)
-            self.removed.append(Removed(peer, self.kernel.now, disturbed, convicted, why_of(peer, view.reason)))
+            why = why_of(peer, view.reason)
+            convicted = times[1].get(key, 0) > times[0].get(key, 0) and NARROW not in why
+            self.removed.append(Removed(peer, self.kernel.now, disturbed, convicted, why))
 
 
 def why_of(peer: Peer, reason: str) -> str:
