@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,24 +19,22 @@ from shoal.planner.strategy.problem import Problem
 ROOT = Path(__file__).parents[2]
 
 
+def of_papers(monkeypatch: pytest.MonkeyPatch, name: str, *others: str) -> ModuleType:
+    """A module of benchmarks/papers, imported anew with the `others` that it imports."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
+    for each in (name, *others):
+        monkeypatch.delitem(sys.modules, each, raising=False)
+    return importlib.import_module(name)
+
+
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    for name in ("pages", "rows"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import pages  # type: ignore[import-not-found]
-
-    return pages  # type: ignore[no-any-return]
+    return of_papers(monkeypatch, "pages", "rows")
 
 
 @pytest.fixture
 def remains(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    for name in ("tax", "remains"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import remains  # type: ignore[import-not-found]
-
-    return remains  # type: ignore[no-any-return]
+    return of_papers(monkeypatch, "remains", "tax")
 
 
 def test_the_pages_hold_what_is_recorded(pages: ModuleType) -> None:

@@ -80,18 +80,20 @@ def test_leaders_that_wait_for_slow_peers_are_given_the_time() -> None:
     assert not outcome.violations, outcome.violations[0]
 
 
+def printed(program: str, hash_seed: str) -> str:
+    """By a process with that hash seed."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
 def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
     program = "from shoal.sim.swarm import simulate; print(simulate('chaos', 3).digest)"
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    digests = {printed(program, seed) for seed in ("1", "2")}
     assert len(digests) == 1
     assert digests == {simulate("chaos", 3).digest + "\n"}
 
@@ -107,13 +109,7 @@ def test_a_recorded_simulation_replays_to_the_same_commands_whatever_the_hash_se
         f"from shoal import trace; told = trace.replay({str(path)!r}); print(told.events, told.differing, told.first)"
     )
     for seed in ("1", "2"):
-        replayed = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        replayed = printed(program, seed)
         assert replayed.split() == [str(outcome.events), "0"], replayed[:500]
 
 

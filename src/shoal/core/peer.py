@@ -428,7 +428,6 @@ class PeerMachine:
         commands: list[Command] = []
         if not leader_role.current:
             commands += leader_role.begin(view, now) + self._beat(now)
-        self.leadership.followed_s = self.judge.idle_s
         commands += leader_role.decide(now) + self.judge.notes.note(self.leadership.stall, now)
         if self.leadership.resigns:
             return commands + leader_role.resign(now)
@@ -441,6 +440,7 @@ class PeerMachine:
         before = self.view
         self.roster.adopt(view)
         self.judge.on_view(before, view, now)
+        self.leadership.followed_s = self.judge.idle_s
         self.trainer.leader = self.server.leader = self.register.leader
         commands: list[Command] = []
         if self.register.leading:

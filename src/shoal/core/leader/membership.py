@@ -73,8 +73,8 @@ def owners_of(
 ) -> tuple[int, ...]:
     """Microbatch i is owned by member i modulo their number; members with a seat in the plan come first, by seat. Those that `rest` own
     nothing, and the `few` together every THIRD microbatch at most, unless nobody else is there."""
-    able = [i for i, member in enumerate(members) if member.peer not in rest] or list(range(len(members)))
-    at = sorted(able, key=lambda i: (members[i].seat < 0, members[i].seat, i))
+    turn = _turn(members)
+    at = [i for i in turn if members[i].peer not in rest] or turn
     most = [i for i in at if members[i].peer not in few]
     if not most or THIRD * (len(at) - len(most)) <= len(at):
         return tuple(at[i % len(at)] for i in range(microbatches))
@@ -82,11 +82,16 @@ def owners_of(
     return tuple(new[i // THIRD % len(new)] if i % THIRD == 0 else most[i % len(most)] for i in range(microbatches))
 
 
+def _turn(members: tuple[Member, ...]) -> list[int]:
+    """Whose turn it is to own one, after whom."""
+    return sorted(range(len(members)), key=lambda i: (members[i].seat < 0, members[i].seat, i))
+
+
 def may_rest(view: View, new: Collection[Peer]) -> list[Collection[Peer]]:
     """Who may have rested, so that `view` has the owners that it has: all that own none; those that others were preferred to, where there
     are fewer microbatches than members; with `new` keys among them or without; nobody."""
     owns = set(view.owners)
-    turn = sorted(range(len(view.members)), key=lambda i: (view.members[i].seat < 0, view.members[i].seat, i))
+    turn = _turn(view.members)
     idle = [view.members[i].peer for i in turn if i not in owns]
     last = max((at for at, i in enumerate(turn) if i in owns), default=0)
     passed = [view.members[i].peer for i in turn[:last] if i not in owns]
