@@ -59,7 +59,7 @@ def test_the_stream_is_what_safetensors_reads_and_writes() -> None:
 
 def test_a_copy_does_not_change_with_the_state_it_was_made_of() -> None:
     live = a_state()
-    copy = state.Copy(live, 0, {})
+    copy = state.Copy({name: state.copied(tensor) for name, tensor in live.items()}, 0, {})
     before = copy.manifest()
     live["model/b"].add_(1)
     assert copy.manifest() == before

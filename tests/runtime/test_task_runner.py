@@ -26,7 +26,7 @@ from shoal.executor.master import Master
 from shoal.numerics import compress
 from shoal.runtime.checkpoints.checkpoint import Store
 from shoal.runtime.data.dataset import open_dataset
-from shoal.runtime.tasks import coding, kinds, sums, task_runner
+from shoal.runtime.tasks import coding, kinds, seat, sums, task_runner
 from shoal.runtime.tasks.task_runner import TaskRunner
 from shoal.transport.base import Blob
 
@@ -675,6 +675,55 @@ def test_an_exported_copy_outlives_the_next_step_and_is_replaced_by_the_next_exp
     done(giver, m.Export("y/e", 2))
     assert "no copy of step 1" in failed(giver, m.ReadChunk("y/r", 1, 0, "c"))
     assert "chunk 99 of 1" in failed(giver, m.ReadChunk("y/r", 2, 99, "c"))
+
+
+@pytest.mark.parametrize("config", [TINY, LATE], ids=["in time", "late"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_hops_and_rounds_do_not_wait_for_a_state_that_is_copied_and_the_copy_is_of_its_step(
+    config: Config, skip: bool, a_runner: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat.Snapshots.go_on, "__defaults__", (1.0,))  # a tensor at a time
+    giver, taker = a_runner(config, 1), a_runner(config, None)
+    digest = a_step(giver, 0).digest
+    length = giver._seated().executor.length
+    giver.put("x", torch.ones(boundary(config).shape))
+    giver.put("sum", torch.linspace(-1, 1, length))
+    done(giver, m.Gather("g", 1, 0, ("sum",)))
+    go, answers = threading.Event(), queue.Queue[m.Done | m.Failed]()
+    giver._lanes["compute"].put(lambda: bool(go.wait(ANSWER_S)))
+    step = m.Apply("a", 1, 0, 1.0, False, skip=skip)
+    for task in (
+        m.Export("e", 1),
+        m.RunForward("f", 1, 0, 1, "x", "y"),
+        m.Cut("c", 1, (0, length), ("part",)),
+        step,
+    ):
+        giver.submit(task, answers.put)
+    go.set()
+    done_ = {(answer := answers.get(timeout=ANSWER_S)).id: answer for _ in range(4)}
+    assert list(done_).index("e") > max(list(done_).index(one) for one in "fc")
+    exported, applied = done_["e"], done_["a"]
+    assert isinstance(exported, m.Done) and isinstance(applied, m.Done)
+    manifest = exported.result.manifest
+    assert manifest is not None and len(manifest.sizes) == 1
+    done(giver, m.ReadChunk("y/r", 1, 0, "chunk"))
+    give(giver, taker, m.Chunk(0, 1, 1, 0), "chunk")
+    done(taker, m.CheckChunk("y/c", 0, manifest.hashes[0], "chunk"))
+    assert done(taker, m.Import("y/i", 1, 1, 1)).digest == digest
+    assert skip or applied.result.digest != digest
+
+
+def test_a_copy_that_is_being_made_is_given_up_with_its_stage(a_runner: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat.Snapshots.go_on, "__defaults__", (1.0,))
+    giver = a_runner(TINY, 1)
+    go, answers = threading.Event(), queue.Queue[m.Done | m.Failed]()
+    giver._lanes["compute"].put(lambda: bool(go.wait(ANSWER_S)))
+    for task in (m.Export("e", 0), m.Init("i", 2, 0)):
+        giver.submit(task, answers.put)
+    go.set()
+    built, given_up = answers.get(timeout=ANSWER_S), answers.get(timeout=ANSWER_S)
+    assert isinstance(built, m.Done) and built.id == "i"
+    assert isinstance(given_up, m.Failed) and "no copy of step 0" in given_up.reason
 
 
 def test_a_state_of_another_stage_or_step_or_a_damaged_chunk_is_refused(a_runner: Maker) -> None:

@@ -29,6 +29,8 @@ ONCE = (  # honest peers were convicted there, for what the words say
     ("unlike", 29, "of the first two that reported different parameters the leader's were believed"),
     ("unlike", 40, "two joiners waited for one another to be done with a donor's copy"),
     ("unlike", 17, "it could make its sum only when its own part had come, and the others had waited for 8 s by then"),
+    ("unlike", 156, "its state was copied for a joiner, for eight seconds, before it cut its gradient"),
+    ("unlike", 215, "the same"),
     ("fleet", 14, "it accused two that had vanished, and then one that lied"),
 )
 

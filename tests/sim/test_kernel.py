@@ -13,6 +13,7 @@ from shoal.kept import Kept
 from shoal.sim.kernel import Kernel
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenarios import catalogue, drawing, scenario
+from shoal.sim.tasks.pace import Pace
 from shoal.sim.tasks.task_runner import BAD, TaskRunner, World
 
 
@@ -190,6 +191,16 @@ def test_a_digest_tells_one_microbatch_more_and_another_norm_apart() -> None:
         assert isinstance(done, m.Done)
         digests.add(done.result.digest)
     assert len(digests) == 4
+
+
+def test_hops_pass_a_state_that_is_copied_and_a_step_waits_for_it() -> None:
+    pace = Pace(None, 1)
+    export, hop, step = m.Export("e", 0), m.Cut("c", 0, (0, 1), ("p",)), m.Apply("a", 0, 0, 1.0, False)
+    assert pace.wait_s(export, 9.0, now=1.0) == 9.0
+    waited_s = pace.wait_s(hop, 1.0, now=1.0)
+    assert 1.0 < waited_s < 2.0
+    assert pace.wait_s(step, 1.0, now=1.0) == 10.0
+    assert pace.wait_s(hop, 1.0, now=11.0) == 1.0
 
 
 def test_a_downloaded_state_is_the_donors_and_a_damaged_chunk_is_refused() -> None:

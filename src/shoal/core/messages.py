@@ -1565,8 +1565,8 @@ class Init(TaskBase, frozen=True):
 
 
 class Export(TaskBase, frozen=True):
-    """Copy parameters, optimizer state and schedule position of version `step`, to be read by ReadChunk. Result:
-    manifest. A later Export replaces the copy."""
+    """Copy parameters, optimizer state and schedule position of version `step`, to be read by ReadChunk. It is made in slices, between
+    which other tasks of the lane have their turn, and whole before an Apply. Result: manifest. A later Export replaces the copy."""
 
     step: int
 

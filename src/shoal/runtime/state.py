@@ -141,14 +141,21 @@ def _read_exactly(read: Read, count: int) -> bytearray:
 # ----------------------------------------------------------------------------------------------------------- chunks
 
 
-class Copy:
-    """A copy of a stage's state of version `step`, readable in chunks while training goes on."""
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, which training does not change."""
+    return tensor.detach().to("cpu", copy=True)
 
-    def __init__(self, state: State, step: int, note: Mapping[str, str], chunk_bytes: int = CHUNK_BYTES) -> None:
+
+class Copy:
+    """A stage's state of version `step`, readable in chunks while training goes on: its tensors are `copied`."""
+
+    def __init__(
+        self, state: dict[str, torch.Tensor], step: int, note: Mapping[str, str], chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunks of {chunk_bytes} bytes; choose 1 to {MAX_CHUNK_BYTES}")
         self.step = step
-        self.state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        self.state = state
         self._pieces = [piece for piece in stream(self.state, note) if piece]
         self._chunk_bytes = chunk_bytes
         self.nbytes = sum(map(len, self._pieces))

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from shoal.core.messages import Result
+
 
 class Lane:
     """Runs functions in order; `begin` runs first, on the thread."""
@@ -28,3 +30,11 @@ class Lane:
         self._begin()
         while (work := self._works.get()) is not None and not self._stopped.is_set():
             work()
+
+
+class Later(Exception):
+    """A task goes on with `work`, in another lane or after what waits in its own. Not an error: the way out of a task's first half."""
+
+    def __init__(self, lane: str, work: Callable[[], Result]) -> None:
+        super().__init__()
+        self.lane, self.work = lane, work

@@ -5,6 +5,8 @@ For the task runner. How a state becomes chunks is in runtime/state.py.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import torch
 
@@ -13,8 +15,12 @@ from shoal.executor.base import Executor
 from shoal.executor.delayed import Delayed
 from shoal.numerics.blend import blend
 from shoal.runtime.frozen import OtherBase
-from shoal.runtime.state import Copy, check_chunk, join, raw
+from shoal.runtime.state import Copy, check_chunk, copied, join, raw
 from shoal.runtime.tasks.texts import Texts
+
+SLICE_BYTES = (
+    2**28
+)  # of a state that are copied for joiners before what waits has its turn, a third of a second; a tensor is not cut
 
 
 class Seat(msgspec.Struct):
@@ -26,19 +32,44 @@ class Seat(msgspec.Struct):
     texts: Texts = msgspec.field(default_factory=Texts)
 
 
+class Begun(msgspec.Struct):
+    """A copy that is being made: what has been copied, and what is left."""
+
+    seat: Seat
+    step: int
+    left: list[tuple[str, torch.Tensor]]  # in reverse
+    state: dict[str, torch.Tensor] = {}
+
+    def go_on(self, nbytes: float) -> bool:
+        """Copy so many bytes, and the tensor that they end in. Whether nothing is left."""
+        while self.left and nbytes > 0:
+            name, tensor = self.left.pop()
+            self.state[name] = copied(tensor)
+            nbytes -= tensor.nbytes
+        return not self.left
+
+    def copy(self) -> Copy:
+        return Copy(self.state, self.step, _note(self.seat.stage, self.step, self.seat.executor.base))
+
+
 class Snapshots:
-    """Copies of the stage's state: one is kept until a checkpoint has it, one is exported to joiners. One copy serves both."""
+    """Copies of the stage's state: one is kept until a checkpoint has it, one is exported to joiners. One copy serves both.
+
+    What is copied for joiners is copied in slices, between which hops and tasks of rounds have their turn: a large state takes seconds,
+    and nobody waits for them. `finish` before the state changes."""
 
     def __init__(self) -> None:
         self._kept: Copy | None = None
         self._exported: Copy | None = None
+        self._begun: Begun | None = None  # for joiners
 
     def clear(self) -> None:
-        self._kept = self._exported = None
+        self._kept = self._exported = self._begun = None
 
     def keep(self, seat: Seat) -> Copy:
         """For a checkpoint."""
-        copy = self._kept = self._copy(seat)
+        self.finish()
+        copy = self._kept = self._held(seat.step) or _whole_copy(seat)
         return copy
 
     def kept(self, step: int) -> Copy | None:
@@ -50,10 +81,24 @@ class Snapshots:
         if self._kept is copy:
             self._kept = None
 
-    def export(self, seat: Seat) -> Copy:
-        """For joiners."""
-        copy = self._exported = self._copy(seat)
-        return copy
+    def export(self, seat: Seat) -> None:
+        """Begin a copy for joiners."""
+        self._exported, self._begun = self._held(seat.step), None
+        if self._exported is None:
+            self._begun = _begun(seat)
+
+    def go_on(self, step: int, nbytes: float = SLICE_BYTES) -> Copy | None:
+        """Copy so many more bytes for joiners. The copy, once it is whole. ValueError: it was given up."""
+        if self._begun is not None and self._begun.step == step:
+            if not self._begun.go_on(nbytes):
+                return None
+            self._exported, self._begun = self._begun.copy(), None
+        return self.exported(step)
+
+    def finish(self) -> None:
+        """Copy what is left, as the state is about to change."""
+        if self._begun is not None:
+            self.go_on(self._begun.step, math.inf)
 
     def exported(self, step: int) -> Copy:
         copy = self._exported
@@ -61,11 +106,8 @@ class Snapshots:
             raise ValueError(f"no copy of step {step} is held here")
         return copy
 
-    def _copy(self, seat: Seat) -> Copy:
-        for copy in (self._kept, self._exported):
-            if copy is not None and copy.step == seat.step:
-                return copy
-        return Copy(_whole(seat.executor), seat.step, _note(seat.stage, seat.step, seat.executor.base))
+    def _held(self, step: int) -> Copy | None:
+        return next((copy for copy in (self._kept, self._exported) if copy is not None and copy.step == step), None)
 
 
 class Download:
@@ -91,6 +133,16 @@ class Download:
         below = _state(chunks, range(first), task.stage - 1, task.step)
         above = _state(chunks, range(first, whole), task.stage + 1, task.step)
         executor.load_state(blend(_whole(executor), below, above, task.below))
+
+
+def _begun(seat: Seat) -> Begun:
+    return Begun(seat, seat.step, list(reversed(_whole(seat.executor).items())))
+
+
+def _whole_copy(seat: Seat) -> Copy:
+    begun = _begun(seat)
+    begun.go_on(math.inf)
+    return begun.copy()
 
 
 def _whole(executor: Executor) -> dict[str, torch.Tensor]:

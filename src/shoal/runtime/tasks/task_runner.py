@@ -67,7 +67,7 @@ from shoal.runtime.tasks.borders import Borders
 from shoal.runtime.tasks.coding import Held
 from shoal.runtime.tasks.failures import DoesNotFit, Failures
 from shoal.runtime.tasks.kinds import Kinds, checked, sendable
-from shoal.runtime.tasks.lane import Lane
+from shoal.runtime.tasks.lane import Lane, Later
 from shoal.runtime.tasks.outgoing import Outgoing
 from shoal.runtime.tasks.seat import Download, Seat, Snapshots
 from shoal.runtime.tasks.shards import Shards
@@ -82,14 +82,6 @@ BUILDING = (Init, Import, Blend)  # tasks that build a stage
 Answer = Callable[[Done | Failed], None]
 Make = Callable[[Config, int], Executor]
 Take = Callable[..., torch.Tensor]  # (name, device="cpu") -> the blob's values
-
-
-class Later(Exception):
-    """A task goes on in another lane with `work`. Not an error: the way out of a task's first half."""
-
-    def __init__(self, lane: str, work: Callable[[], Result]) -> None:
-        super().__init__()
-        self.lane, self.work = lane, work
 
 
 class TaskRunner:
@@ -376,6 +368,7 @@ class TaskRunner:
     def _apply(self, task: Apply) -> Result:
         seat = self._seated()
         executor = self._at(seat.stage, task.step)
+        self._snapshots.finish()
         if task.skip:
             return self._skip(task, seat, executor)
         reduced = self._sums.commit(task.step, task.round)
@@ -449,7 +442,13 @@ class TaskRunner:
 
     def _export(self, task: Export) -> Result:
         self._at(self._seated().stage, task.step)
-        copy = self._snapshots.export(self._seated())
+        self._snapshots.export(self._seated())
+        return self._export_on(task.step)
+
+    def _export_on(self, step: int) -> Result:
+        copy = self._snapshots.go_on(step)
+        if copy is None:
+            raise Later("compute", lambda: self._export_on(step))
         raise Later("write", lambda: Result(manifest=copy.manifest(), nbytes=copy.nbytes))
 
     def _read_chunk(self, task: ReadChunk) -> Result:

@@ -17,6 +17,7 @@ SECONDS: dict[type, float] = {
     m.OfferShard: 0.1, m.ReadShard: 0.05, m.WriteChunk: 0.05, m.RunCopy: 0.1, m.Infer: 0.05, m.Forget: 0.001,
     m.Describe: 0.01, m.EndAudit: 0.02,
 }  # fmt: skip
+SLICE_S = 0.3  # of computing, for which a task waits while a state is copied for a joiner (runtime/tasks/seat.py)
 LONGEST_S = 15.0  # a stage's only peer that builds its state for minutes holds everybody up, by right
 
 
@@ -32,6 +33,7 @@ class Pace:
         self.states = 1.0  # and those of downloads and checkpoints
         self.share = 1.0  # of the gradient, that a round's piece is
         self._free_s = 0.0  # when the compute is idle
+        self._copied_s = 0.0  # when the state is copied, for joiners
         self._wire, self._stages = wire, stages
 
     def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
@@ -63,8 +65,17 @@ class Pace:
         return 1.0
 
     def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
-        """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it."""
+        """Until a task is done that is given `now` and takes so long: at once, or after the computing tasks before it. A state is copied
+        for joiners between them, and whole before it changes."""
         if task.lane in ("read", "write") or isinstance(task, m.RunSave):  # beside the line of computing tasks
             return seconds
-        self._free_s = max(self._free_s, now) + seconds
+        self._free_s = max(self._free_s, now)
+        if isinstance(task, m.Export):
+            self._copied_s = self._free_s + seconds
+            return self._copied_s - now
+        if isinstance(task, m.Apply):
+            self._free_s = max(self._free_s, self._copied_s)
+        elif self._free_s < self._copied_s:
+            self._free_s += min(SLICE_S * self.slowness, self._copied_s - self._free_s)
+        self._free_s += seconds
         return self._free_s - now
