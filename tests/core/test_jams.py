@@ -10,6 +10,7 @@ import pytest
 from shoal.core.leader.books.jams import (
     ALONE,
     ASK_BEATS,
+    DISPUTE_FLOORS,
     FRESH_BEATS,
     GAPS,
     HOLD_BEATS,
@@ -151,6 +152,14 @@ def test_a_microbatch_that_its_server_never_got_goes_to_another_owner() -> None:
     assert outcome.verdicts == [] and list(outcome.moves) == [3] and "which has not got it" in outcome.moves[3]
     decided = jam.stalls.takeovers(VIEW, outcome.moves, "b")
     assert decided.struck == {"d": 0} and VIEW.members[decided.owners[3]].peer not in "da"
+
+
+def test_an_owner_has_time_to_ask_before_its_server_is_said_to_have_got_nothing() -> None:
+    jam, first = Jam(), inf
+    while not (outcome := jam.beat(("d", 3, "a", 0), ("a", 3, "", 0))).moves:
+        if any(isinstance(send, Send) and send.peer == "a" for send in outcome.commands):
+            first = min(first, jam.now)
+    assert jam.now - first >= HOLD_BEATS * BEAT_S + DISPUTE_FLOORS * SETTINGS.min_request_timeout_s
 
 
 def test_an_owner_that_several_servers_got_nothing_from_is_evicted() -> None:

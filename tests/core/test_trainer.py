@@ -593,7 +593,7 @@ def test_nothing_is_left_after_a_rollback_a_removal_or_a_lost_ownership(change: 
 
 
 def asks(rig: Rig, index: int = 0, stage: int = 1, step: int = 0, epoch: int = 0) -> list[Booker]:
-    commands = rig.trainer.on_who_booked("boss", BookerRequest(epoch, step, index, stage))
+    commands = rig.trainer.on_who_booked("boss", BookerRequest(epoch, step, index, stage), 0.0)
     assert all(isinstance(one, Send) and one.peer == "boss" for one in commands)
     return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, Booker)]
 
@@ -609,6 +609,24 @@ def test_the_leader_is_told_who_has_booked_a_microbatch_and_who_it_waits_for() -
     assert asks(rig, stage=0) == [Booker(0, 0, 0, 0, at=last.peer)]
     rig.answer(last, Gradient)
     assert asks(rig, stage=0) == [Booker(0, 0, 0, 0, peer=last.peer)]
+
+
+def test_whoever_is_asked_asks_its_server_once_for_the_request_may_be_lost() -> None:
+    rig = Rig()
+    backward = rig.at_last_backward()
+    asked, long_s = BookerRequest(0, 0, 0, 1), rig.trainer._settings.min_request_timeout_s
+    hop = rig.trainer._owned.held[0].hop
+    assert hop is not None
+    early, late, again = (
+        rig.trainer.on_who_booked("boss", asked, hop.sent + after_s) for after_s in (0.0, long_s, long_s)
+    )
+    assert [one.peer for one in early + again if isinstance(one, Send)] == ["boss", "boss"]
+    answer, query = late
+    assert isinstance(answer, Send) and isinstance(query, Send) and isinstance(query.message, Query)
+    assert query.peer == backward.peer and query.message.attempt == ids(backward)[-1]
+    rig.out.clear()
+    rig.tick()
+    assert rig.sent(Cancel).peer == backward.peer, "it has not got it"
 
 
 def test_what_is_not_mine_or_of_another_time_is_not_answered() -> None:

@@ -155,6 +155,21 @@ def test_with_the_first_report_what_is_missing_is_asked_for_at_once() -> None:
     assert waiting.ask_at == 8.5
 
 
+def test_while_the_leader_judges_what_is_missing_is_asked_for_with_every_beat_however_often_it_was_before() -> None:
+    pace = Pace(beat_s=0.5, least_s=2.0, usual_s=0.1, slow_s=0.1, piece_s=0.1)
+    waiting, at = Waiting(ask_at=0.0, last_new=0.0), 0.0
+    for _ in range(20):
+        waiting.on_asking(pace, at)
+        at = waiting.ask_at
+    assert at > 20 * 0.5, "less and less often"
+    waiting.on_report(at)
+    asked = []
+    for _ in range(8):
+        asked.append(waiting.ask_at - at)
+        waiting.on_asking(pace, waiting.ask_at)
+    assert asked[:5] == [0.0, 0.5, 1.0, 1.5, 2.0] and asked[-1] > 4.0
+
+
 def test_whoever_is_asked_in_vain_for_a_sum_says_whose_part_it_lacks_itself() -> None:
     """b got the last that came to it later than the others, so that it does not wait in vain yet."""
     play = Group(NAMES, 4000)

@@ -31,6 +31,16 @@ ONCE = (  # honest peers were convicted there, for what the words say
     ("unlike", 17, "it could make its sum only when its own part had come, and the others had waited for 8 s by then"),
     ("unlike", 156, "its state was copied for a joiner, for eight seconds, before it cut its gradient"),
     ("unlike", 215, "the same"),
+    (
+        "unlike",
+        415,
+        "a request to it was lost, and another 90 s later: it had got neither, said the leader, before their owners asked",
+    ),
+    (
+        "unlike",
+        468,
+        "a sum was lost; it had asked for that so often that it asked again only after two seconds, and was judged by then",
+    ),
     ("fleet", 14, "it accused two that had vanished, and then one that lied"),
 )
 
@@ -84,7 +94,7 @@ def _copy_kept_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "seeds"),
     [
-        (_judged_by_the_first_word, (("slowed", range(12)), ("unlike", range(40)))),
+        (_judged_by_the_first_word, (("unlike", range(40, 60)),)),
         (_judged_by_the_first_two, (("unlike", range(16, 60)),)),
         (_copy_kept_for_all, (("unlike", range(40, 100)),)),
     ],

@@ -368,7 +368,7 @@ class PeerMachine:
         if isinstance(message, BookerRequest):
             if peer != self.register.leader:
                 return []
-            return self.trainer.on_who_booked(peer, message) or self.server.on_who_booked(peer, message)
+            return self.trainer.on_who_booked(peer, message, now) or self.server.on_who_booked(peer, message)
         kind = type(message)
         if kind in FROM_LEADER:
             allowed = peer == self.register.leader

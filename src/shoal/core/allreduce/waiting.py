@@ -23,7 +23,8 @@ COLD_Bps = 5e6  # what a replica is thought to send and receive before a round h
 FP32 = 4  # bytes of a value
 NEWCOMER = 4  # times that a round may take longer with somebody new
 LEFTOVERS = 3  # times that a round may take longer after abandoned ones, whose chunks are still on their way
-QUICK, ASKS = 12, 6  # after so many times the pause between two doubles, as often as that
+QUICK, ASKS = 12, 6  # after so many times the pause between two doubles, as often as that,
+VAIN = 4  # but not sooner than so many times after the leader has learned whom I wait for: it judges by what comes then
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -114,7 +115,7 @@ class Waiting(msgspec.Struct):
     def on_report(self, now: float) -> None:
         """The leader learns now whom I wait for; with the first report what is missing is asked for, too."""
         if self.reported_at is None:
-            self.ask_at = now
+            self.ask_at, self.asks = now, min(self.asks, QUICK - VAIN)
         self.reported_at = now
 
     def in_vain(self, pace: Pace, now: float) -> bool:

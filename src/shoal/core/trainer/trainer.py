@@ -182,8 +182,8 @@ class Trainer:
                 self._expire(self._owned.active[key], now)
         return self._flush(now)
 
-    def on_who_booked(self, peer: Peer, asked: BookerRequest) -> list[Command]:
-        """The leader wonders where one of my microbatches is."""
+    def on_who_booked(self, peer: Peer, asked: BookerRequest, now: float) -> list[Command]:
+        """The leader wonders where one of my microbatches is. So does its owner, then: a request may be lost."""
         known = (asked.epoch, asked.step) == (self._view.epoch, self._view.work)
         if not known or asked.stage >= self._settings.stages:
             return []
@@ -191,11 +191,13 @@ class Trainer:
         if m is not None:
             late = max(m.slow, 1) if m.withheld else m.slow
             booker = replace(booker, peer=m.booked[asked.stage], at=m.waits_for, slow=late)
+            if m.hop is not None and m.hop.queries and now - m.hop.sent >= self._settings.min_request_timeout_s:
+                self._query(m, m.hop, now)
         elif asked.index in self._takeovers:
             booker = replace(booker, at=next(iter(self._takeovers.missing), ""), slow=1)
         else:
             return []
-        return [Send(peer, booker)]
+        return [Send(peer, booker), *self._flush(now)]
 
     @property
     def deadline(self) -> float | None:

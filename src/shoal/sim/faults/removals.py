@@ -12,6 +12,7 @@ from shoal.core.names import key_of
 from shoal.sim.node import Node
 from shoal.sim.scenarios.scenario import Case
 from shoal.sim.swarm import Swarm
+from shoal.sim.tasks.task_runner import UNLIKE
 
 RECENT_S, LOOK_S = 30.0, 0.5  # a fault is remembered for so long, and looked for so often
 
@@ -54,7 +55,8 @@ class WatchedSwarm(Swarm):
 
     def _disturbed(self, node: Node) -> bool:
         condition = node.condition
-        return not node.available or condition.slow or condition.leaving or condition.lies > 0.0
+        other = node.runner.digest.startswith(UNLIKE)  # what it once computed otherwise is in its parameters
+        return not node.available or condition.slow or condition.leaving or condition.lies > 0.0 or other
 
     def agreed(self, node: Node, view: View) -> None:
         before = self.newest

@@ -26,6 +26,8 @@ ASK_BEATS = 2.0  # without a booking, before anybody is asked,
 GAPS = 1.5  # or so many times the longest that this step or the one before has had, or HOPS microbatches of the slowest peer,
 QUICK_BEATS = 4.0  # and before anybody is judged: also min_request_timeout_s
 HOLD_BEATS = 1.5  # for which what convicts has been said without a break: two answers
+DISPUTE_FLOORS = 0.5  # of min_request_timeout_s: longer than that until a server is said never to get anything: it may have been lost,
+# and its owner learns so when it asks (trainer/trainer.py)
 FRESH_BEATS = 2.5  # a peer that has sent nothing for so long is not judged: its process may have been stopped, and silence has its own rule
 LONGEST = 4.0  # times as long as anything in this step has taken is late, where the owner has no measure of its own
 # The same where so many servers say that they wait for one maker
@@ -230,7 +232,7 @@ class Jams:
         for index, hang in self._hangs.items():
             said = self._servers.get((hang.at, index)) if hang.at != hang.owner else None
             never = said is not None and not said.at and not said.peer
-            if not self._holds((hang.at, index), never, now):
+            if not self._holds((hang.at, index), never, now, DISPUTE_FLOORS * self._settings.min_request_timeout_s):
                 continue
             pair = key_of(hang.owner), key_of(hang.at)
             for one, two in (pair, pair[::-1]):
@@ -259,9 +261,9 @@ class Jams:
             if stalls.hand_over(index, hang.owner, hang.stage, "", now):
                 outcome.moves[index] = f"{hang.owner} waits for itself with microbatch {index}"
 
-    def _holds(self, what: tuple[Peer, Index], true: bool, now: float) -> bool:
-        """It has been so for HOLD_BEATS."""
+    def _holds(self, what: tuple[Peer, Index], true: bool, now: float, longer_s: float = 0.0) -> bool:
+        """It has been so for HOLD_BEATS, and for so much longer."""
         if not true:
             self._since.pop(what, None)
             return False
-        return now - self._since.setdefault(what, now) >= HOLD_BEATS * self._settings.heartbeat_s
+        return now - self._since.setdefault(what, now) >= HOLD_BEATS * self._settings.heartbeat_s + longer_s
