@@ -628,6 +628,43 @@ def test_what_goes_for_want_of_room_is_described_before() -> None:
     assert {one.digest for one in answer.records if one.index == 0 and one.source} >= {"old"}
 
 
+def dropping() -> tuple[Play, m.Describe]:
+    """There is no room for what a booked hop has used and made; the task that describes it."""
+    play = a_server(activation_store_bytes=10)
+    book(play, 0)
+    play.hear(OTHER, m.BoundaryTensor(0, 0, 3, 1, True), 1)
+    return play, play.task(m.Describe)
+
+
+@pytest.mark.parametrize("first", ["fails", "request"])
+def test_who_cannot_say_what_it_made_says_nothing_in_that_step_as_a_list_without_it_accuses_others(first: str) -> None:
+    """Found 2026-11-25: `lost` seed 323."""
+    play, dropped = dropping()
+    if first == "fails":
+        play.fail(dropped)
+    play.hear(OWNER, REQUEST)
+    asked = [one for one in play.tasks() if isinstance(one, m.Describe)]
+    if first == "request":
+        play.fail(dropped)
+    for task in asked:
+        play.done(task, digests=("new",) * len(task.blobs), sketches=(m.Sketch(),) * len(task.blobs))
+        assert not play.sends(m.AuditAnswer)
+    assert bool(asked) is (first == "request")
+
+
+def test_what_is_described_when_its_step_is_over_is_no_tensor_of_the_next_step() -> None:
+    """Found 2026-11-25: `frozen` seed 13."""
+    play, dropped = dropping()
+    play.view(replace(VIEW, number=2, step=1, since=2))
+    play.take(play.server.load_state(1, 0, 1, 10, "d1", play.now))
+    play.done(dropped, digests=("old",) * len(dropped.blobs))
+    play.hear(OWNER, replace(REQUEST, step=1))
+    task = play.task(m.Describe)
+    play.done(task, digests=("new",) * len(task.blobs), sketches=(m.Sketch(),) * len(task.blobs))
+    ((_, answer, _),) = play.sends(m.AuditAnswer)
+    assert "old" not in {one.digest for one in answer.records}
+
+
 def asked_again(play: Play, index: int) -> m.RunAudit:
     play.hear(OTHER, m.BoundaryTensor(0, 0, index, 1, False, 2), 1)
     play.hear(NEXT, m.BoundaryTensor(0, 0, index, 1, True, 2), 1)

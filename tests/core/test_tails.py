@@ -20,11 +20,20 @@ ALL = "abcdef"
 
 class Steps:
     def __init__(self) -> None:
-        self.tails, self.now = Tails(SETTINGS), 0.0
+        self.tails, self.now, self.view = Tails(SETTINGS), 0.0, VIEW
 
-    def play(self, *parts: tuple[float, str], view: View = VIEW) -> list[str]:
-        """A step: after so many seconds the microbatches of these owners are booked. Whoever is to rest then."""
-        self.tails.begin(self.now)
+    def begin(self) -> None:
+        self.view = msgspec.structs.replace(self.view, step=self.view.step + 1)
+        self.tails.begin(self.view, self.now)
+
+    def play(self, *parts: tuple[float, str], begin: bool = True) -> list[str]:
+        """A step, or the rest of one in which the owners have changed: after so many seconds the microbatches of these owners are booked.
+        Whoever is to rest then."""
+        if begin:
+            self.begin()
+        else:
+            self.tails.begin(self.view, self.now)
+        view = self.view
         ledger, rest = Ledger(1, 6), list[str]()
         books: tuple[Booking, ...] = ()
         for seconds, owners in parts:
@@ -72,14 +81,26 @@ def test_two_at_once_rest_and_what_was_long_ago_is_forgotten() -> None:
 def test_the_time_begins_anew_with_other_owners_and_ends_with_a_stop() -> None:
     steps, ledger = Steps(), Ledger(1, 6)
     for _ in range(TIMES + 1):
-        steps.tails.begin(steps.now)
+        steps.begin()
         ledger = Ledger(1, 6)
         ledger.report("a", tuple(map(Booking, range(5))))
-        assert steps.tails.look(VIEW, ledger, steps.now) == []
+        assert steps.tails.look(steps.view, ledger, steps.now) == []
         steps.now += 9.0
         steps.tails.clear()
         ledger.report("a", tuple(map(Booking, range(6))))
-        assert steps.tails.look(VIEW, ledger, steps.now) == [], "this process was stopped"
+        assert steps.tails.look(steps.view, ledger, steps.now) == [], "this process was stopped"
     absent = msgspec.structs.replace(VIEW, members=VIEW.members[:5])
     steps.tails.keep([member.peer for member in absent.members])
     assert steps.play((0.5 * BEAT_S, "abcde"), (3 * BEAT_S, "f")) == []
+
+
+def test_a_step_in_which_the_owners_change_is_one_step_and_keeps_others_waiting_once() -> None:
+    """Round failed, a participant evicted: its books are void, others own what it owned, and f is the last one again."""
+    steps = Steps()
+    late = (0.5 * BEAT_S, "abcde"), (3 * BEAT_S, "f")
+    assert steps.play(*late) == [] and steps.play(*late, begin=False) == []
+    for _ in range(AGE - 2):
+        for _ in range(3):
+            steps.tails.begin(steps.view, steps.now)
+        assert steps.play((BEAT_S, ALL)) == []
+    assert steps.play(*late) == ["f"], f"not {AGE} steps ago"

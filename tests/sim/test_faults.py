@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from shoal.core import messages as m
+from shoal.core.names import key_of
 from shoal.sim import run
 from shoal.sim.faults import strikes
 from shoal.sim.network import FAR_S, NEAR_S, Network, region
+from shoal.sim.node import Clock
 from shoal.sim.scenarios.catalogue import FAULTS, LONG, SCENARIOS, suite
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Happenings, Scenario, Strikes
@@ -142,3 +144,68 @@ def test_a_region_dies_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HAPPEN, "regions", looked)
     assert not swarm.run().violations
     assert died
+
+
+def test_a_clock_that_drifts_never_jumps_and_calls_when_it_reads_the_deadline() -> None:
+    clock = Clock()
+    clock.jump(7.0)
+    clock.drift(1.1, 50.0)
+    clock.drift(0.9, 60.0)
+    assert [clock.reads(now) for now in (60.0, 70.0)] == pytest.approx([68.0, 77.0])
+    assert clock.when(77.0) == pytest.approx(70.0)
+
+
+def test_a_fast_clock_asks_earlier_for_its_next_call() -> None:
+    """Heartbeats are sent by it, so that there are 10 % more of them."""
+    sent = []
+    for rate in (1.0, 1.1):
+        swarm = Swarm(draw(SCENARIOS["calm"], 0))
+        swarm.boot((1, 0))
+        swarm.nodes["p1.0"].drift(rate)
+        times: list[float] = []
+        swarm.context.record = lambda time_s, *_, times=times: times.append(time_s)
+        swarm.kernel.run(until=100.0, events=10**6)
+        assert times[-1] == pytest.approx(100.0 * rate, rel=0.03)
+        sent.append(len(times))
+    assert sent[1] == pytest.approx(1.1 * sent[0], rel=0.05)
+
+
+def test_what_is_sent_to_a_process_that_stands_still_for_long_is_lost() -> None:
+    swarm = Swarm(draw(SCENARIOS["frozen"], 0))
+    swarm.boot((1, 0))
+    node, seen = swarm.nodes["p1.0"], list[m.Event]()
+    swarm.context.record = lambda time_s, peer, event, commands: seen.append(event)
+    words = [m.Received("p2.0", m.Dismissed(number=number)) for number in range(3)]
+    node.stop()
+    node.receive(words[0])
+    node.deafen()
+    node.receive(words[1])
+    assert not seen
+    node.resume()
+    node.receive(words[2])
+    assert [event for event in seen if isinstance(event, m.Received)] == [words[0], words[2]]
+
+
+def test_two_processes_of_one_key_are_in_a_view_together() -> None:
+    for seed in range(8):
+        for view in played(SCENARIOS["twins"], seed).watch.views():
+            keys = [key_of(one.peer) for one in view.members + view.joining]
+            if max(map(keys.count, keys)) == 2:
+                return
+    pytest.fail("no view has two processes of one key in eight seeds")
+
+
+def test_a_disk_is_full_while_a_checkpoint_is_written_and_the_last_one_is_saved_or_said_not_to_be() -> None:
+    failed = 0
+    for seed in range(3):
+        swarm, reasons = Swarm(draw(SCENARIOS["disk_full"], seed)), list[str]()
+        swarm.context.record = lambda time_s, peer, event, commands, reasons=reasons: (
+            reasons.append(event.reason) if isinstance(event, m.Failed) else None
+        )
+        swarm.context.notes = []
+        assert not swarm.run().violations
+        failed += sum("no space" in reason for reason in reasons)
+        last = swarm.settings.steps
+        words = [note for note in swarm.context.notes if f"NOT saved at step {last}: " in note]
+        assert (last in swarm.world.storage.published) is not bool(words)
+    assert failed

@@ -89,6 +89,7 @@ class Pause:
 
     def __init__(self) -> None:
         self.stopped = False
+        self.deaf = False  # the system keeps no more messages for it
         self.ended: list[tuple[Callable[[Any], None], Any]] = []  # ends of tasks
         self.events: list[m.Event] = []
 
@@ -97,10 +98,24 @@ class Clock:
     """A machine's clock, and the kernel time at which the machine next wants to be called."""
 
     def __init__(self) -> None:
-        self.offset_s = 0.0  # ahead of the kernel's time
         self.armed_s: float | None = None
+        self._offset_s = 0.0
+        self._rate = 1.0  # its seconds in one of the kernel's
         self._spins = 0
         self._spun_at_s = -1.0
+
+    def reads(self, now: float) -> float:
+        return now * self._rate + self._offset_s
+
+    def when(self, time_s: float) -> float:
+        """At which kernel time it reads that."""
+        return (time_s - self._offset_s) / self._rate
+
+    def jump(self, seconds: float) -> None:
+        self._offset_s += seconds
+
+    def drift(self, rate: float, now: float) -> None:
+        self._offset_s, self._rate = self.reads(now) - now * rate, rate
 
     def spins(self, now: float) -> bool:
         """Counts one more Tick now; true when there have been too many at this moment."""
@@ -151,7 +166,8 @@ class Node:
         if not self.lives:
             return
         if self._pause.stopped:
-            self._pause.events.append(event)
+            if not (self._pause.deaf and isinstance(event, m.Received)):
+                self._pause.events.append(event)
             return
         self._handle(event)
 
@@ -170,6 +186,10 @@ class Node:
     def stop(self) -> None:
         self._pause.stopped = True
 
+    def deafen(self, _: object = None) -> None:
+        """What others send to this stopped process from now on is lost: the buffers of its connections are full."""
+        self._pause.deaf = self._pause.stopped
+
     def resume(self, _: object = None) -> None:
         if not self._pause.stopped or not self.lives:
             return
@@ -186,7 +206,13 @@ class Node:
 
     def jump(self, seconds: float) -> None:
         """Move the clock ahead."""
-        self._clock.offset_s += seconds
+        self._clock.jump(seconds)
+        self._clock.armed_s = None
+        self._arm()
+
+    def drift(self, rate: float) -> None:
+        """From now on the clock runs so many times as fast as time."""
+        self._clock.drift(rate, self.context.kernel.now)
         self._clock.armed_s = None
         self._arm()
 
@@ -196,13 +222,13 @@ class Node:
         context, host, machine = self.context, self.host, self.machine
         now = context.kernel.now
         try:
-            commands = machine.handle(event, now + self._clock.offset_s)
+            commands = machine.handle(event, self._clock.reads(now))
         except Exception:  # noqa: BLE001  whatever a machine raises is a finding, not an end of the simulation
             self._crash(event)
             return
         context.history.add(now, self.process.serial, len(commands))
         if context.record is not None:
-            context.record(now + self._clock.offset_s, self.name, event, commands)
+            context.record(self._clock.reads(now), self.name, event, commands)
         if machine.view is not self.view:
             self.view = machine.view
             if self.view is not None and self.mask is None:
@@ -229,7 +255,7 @@ class Node:
         if deadline is None:
             return
         clock, kernel = self._clock, self.context.kernel
-        at = max(deadline - clock.offset_s + 1e-9, kernel.now)  # rounding must not make it a moment early
+        at = max(clock.when(deadline) + 1e-9, kernel.now)  # rounding must not make it a moment early
         if clock.armed_s is None or at < clock.armed_s - 1e-9:
             clock.armed_s = at
             kernel.at(at, self._ring, at)
@@ -243,10 +269,10 @@ class Node:
             return
         now = self.context.kernel.now
         deadline = self.machine.deadline
-        if deadline is None or deadline > now + clock.offset_s:
+        if deadline is None or deadline > clock.reads(now):
             self._arm()
         elif clock.spins(now):
-            self._report("spin", f"deadline stays {deadline - now - clock.offset_s:+.3f} s from now")
+            self._report("spin", f"deadline stays {deadline - clock.reads(now):+.3f} s from now")
             self.host.kill(self)
         else:
             self._handle(m.Tick())

@@ -45,8 +45,8 @@ class Evidence:
         if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
             self.jams.on_step()
-        if before is None or (before.work, before.owners) != (view.work, view.owners):
-            self.tails.begin(now)
+        if before is None or (before.epoch, before.work, before.owners) != (view.epoch, view.work, view.owners):
+            self.tails.begin(view, now)
         self.stalls.on_view(view)
         self.tails.keep(present)
         self.reassigning, self.takeovers = {}, None

@@ -92,7 +92,9 @@ class Audits:
         self._name, self._settings, self._serial, self._replica, self._store = name, settings, serial, replica, store
         self._tokens: dict[Key, HeldTensor] = {}  # of booked hops
         self._gone: dict[Key, TensorRecord] = {}  # for which there was no room any more
-        self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]]] = {}
+        self._unknown = False  # what went could not be described: nothing is said in this step
+        # By task; None: of a step that is over
+        self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]] | None] = {}
         self._answer: tuple[AuditAnswer, ...] = ()
         self._jobs: list[Audit] = []  # the first one is worked at
         self._fetches: dict[str, Hop | None] = {}  # by task; None: nobody wants it any more
@@ -143,7 +145,7 @@ class Audits:
         view = self._replica.view
         if view is None or (message.epoch, message.step) != (view.epoch, view.step) or not self._settings.spot_checks:
             return []
-        if any(request == message for request, _ in self._describing.values()):
+        if self._unknown or any(one is not None and one[0] == message for one in self._describing.values()):
             return []
         if self._answer and self._answer[0].round == message.round:
             return self._tell(*self._answer)
@@ -175,8 +177,8 @@ class Audits:
             step = view.step if view is not None else 0
             self._gone.update({Key(step, one.index, one.stage, one.gradient): one for one in described})
             return []
-        if view is None or (request.epoch, request.step) != (view.epoch, view.step):
-            return []
+        if self._unknown or view is None or (request.epoch, request.step) != (view.epoch, view.step):
+            return []  # a list without what is unknown would accuse whoever says to have used it
         every, key = (*described, *self._gone.values()), (request.epoch, request.step, request.round)
         pieces = [every[at : at + AUDIT_RECORDS] for at in range(0, max(1, len(every)), AUDIT_RECORDS)]
         self._answer = tuple(AuditAnswer(*key, piece, number, len(pieces)) for number, piece in enumerate(pieces))
@@ -272,6 +274,7 @@ class Audits:
         for job in self._jobs:
             commands += self._let_go(job)
         self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, (), [], {}
+        self._unknown, self._describing = False, dict.fromkeys(self._describing)
         return commands
 
     def _let_go(self, job: Audit) -> list[Command]:
@@ -315,7 +318,8 @@ class Audits:
     def on_done(self, done: Done, now: float) -> list[Command] | None:
         """None: not a task of mine."""
         if done.id in self._describing:
-            return self._on_described(done, *self._describing.pop(done.id))
+            described = self._describing.pop(done.id)
+            return self._on_described(done, *described) if described is not None else []
         if done.id in self._fetches:
             hop, tokens = self._fetches.pop(done.id), f"{done.id}/x"
             if hop is None:
@@ -349,7 +353,8 @@ class Audits:
     def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
         """None: not a task of mine."""
         if failed.id in self._describing:
-            del self._describing[failed.id]
+            described = self._describing.pop(failed.id)
+            self._unknown |= described is not None and described[0] is None
             return []
         if failed.id in self._fetches:
             hop = self._fetches.pop(failed.id)

@@ -16,6 +16,8 @@ from shoal.sim.scenarios.scenario import Case
 
 SHIFT_S = (1200.0, 2400.0)  # into the record, when its first nodes are there
 LATER_S = 20.0
+AGAIN_S = 2.0
+TWIN = 500  # far from the incarnations of its other processes
 
 
 def plan(case: Case) -> list[PlannedFault]:
@@ -32,7 +34,9 @@ def plan(case: Case) -> list[PlannedFault]:
     planned = planned_faults(kinds, end_s, rng, lambda: rng.uniform(0.1, 5.0))
     # these are drawn apart, so that what is drawn besides stays as it was
     planned += planned_faults({"save": case.scenario.saves}, end_s, case.rng("saves"), lambda: 0.0)
-    return planned + planned_faults({"close": drawn.closures}, end_s, case.rng("closures"), lambda: 0.0)
+    planned += planned_faults({"close": drawn.closures}, end_s, case.rng("closures"), lambda: 0.0)
+    twins = case.rng("twins")
+    return planned + planned_faults({"twin": drawn.twins}, end_s, twins, lambda: twins.uniform(0.1, 5.0))
 
 
 def lives(case: Case) -> list[PlannedFault]:
@@ -77,6 +81,23 @@ def restart(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     if node is not None:
         injector.processes.kill(node)
         injector.reboot(node, planned.length_s)
+
+
+def twin(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """Two machines start with the same key at once, after its process has died or, one of them, beside it. A third waits by right."""
+    node = injector.victim(rng)
+    lives = [one.process.key for one in injector.processes.nodes.values()]
+    if node is None or lives.count(node.process.key) > 1:
+        injector.retry(planned, AGAIN_S)
+        return
+    key, incarnation = node.process.successor
+    twins = [(key, incarnation), (key, incarnation + TWIN)]
+    if rng.random() < 0.5:
+        injector.processes.kill(node)
+    else:
+        twins.pop()
+    for who in twins:
+        injector.context.kernel.after(planned.length_s, injector.processes.boot, who)
 
 
 def leave(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -134,6 +155,7 @@ def join(injector: Injector, planned: PlannedFault, rng: Random) -> None:
 APPLY: dict[str, Fault] = {
     "kill": kill,
     "restart": restart,
+    "twin": twin,
     "leave": leave,
     "close": close,
     "join": join,

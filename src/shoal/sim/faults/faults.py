@@ -1,6 +1,6 @@
-"""What goes wrong around peers that live: stopped, cut off, slow, a jumping clock, lies, a full disk, other bits.
+"""What goes wrong around peers that live: stopped, cut off, slow, a clock that jumps or drifts, lies, a full disk, other bits.
 
-Each fault ends by itself, at the latest when the swarm heals. Peers that a fault may cost their membership are chosen
+Each fault ends by itself, at the latest when the swarm heals, but for clocks. Peers that a fault may cost their membership are chosen
 like those to be killed, so that the run can always go on without them.
 """
 
@@ -13,6 +13,10 @@ from shoal.sim.node import Node
 from shoal.sim.scenarios.scenario import Case
 
 EXACT = 0.5  # how often as many peers are on one side as on the other
+FROZEN_S = 40.0, 240.0
+BUFFERED_S = 3.0  # of messages are kept for a process that stands still; the rest is lost in half of the cases
+DRIFTS = 0.1
+FULL_S = 2.0, 10.0, 40.0
 
 
 def plan(case: Case) -> list[PlannedFault]:
@@ -30,15 +34,33 @@ def plan(case: Case) -> list[PlannedFault]:
         "liar": drawn.liars,
         "unlike": drawn.unlikes,
     }
-    return planned_faults(kinds, end_s, rng, lambda: rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0))
+    planned = planned_faults(kinds, end_s, rng, lambda: rng.choice((0.5, 2.0, 5.0, 12.0)) * rng.uniform(0.5, 1.0))
+    long = case.rng("freezes")  # apart, so that what is drawn besides stays as it was
+    planned += planned_faults({"freeze": drawn.freezes}, end_s, long, lambda: long.uniform(*FROZEN_S))
+    planned += planned_faults({"drift": drawn.drifts}, end_s, case.rng("drifts"), lambda: 0.0)
+    disks = case.rng("fillings")
+    return planned + planned_faults({"filling": drawn.fillings}, end_s, disks, lambda: disks.choice(FULL_S))
 
 
 def pause(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     node = injector.victim(rng)
     if node is not None:
-        node.condition.away = True
-        node.stop()
-        injector.until(planned.length_s, node.resume)
+        _stop(injector, planned, node)
+
+
+def _stop(injector: Injector, planned: PlannedFault, node: Node) -> None:
+    node.condition.away = True
+    node.stop()
+    injector.until(planned.length_s, node.resume)
+
+
+def freeze(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """A process is stopped for so long that its run goes on without it by far, and its connections' buffers are full."""
+    node = injector.victim(rng)
+    if node is not None:
+        _stop(injector, planned, node)
+        if rng.random() < 0.5:
+            injector.context.kernel.after(BUFFERED_S, node.deafen)
 
 
 def absent(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -50,9 +72,7 @@ def absent(injector: Injector, planned: PlannedFault, rng: Random) -> None:
         _part(injector, planned, rng, tuple(node.name for node in nodes), whole=True)
         return
     for node in nodes:
-        node.condition.away = True
-        node.stop()
-        injector.until(planned.length_s, node.resume)
+        _stop(injector, planned, node)
 
 
 def halve(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -117,15 +137,17 @@ def jump(injector: Injector, planned: PlannedFault, rng: Random) -> None:
         node.jump(planned.length_s)
 
 
+def drift(injector: Injector, planned: PlannedFault, rng: Random) -> None:
+    """For the rest of the run: another machine's clock is no disturbance."""
+    node = _anyone(injector, rng)
+    if node is not None:
+        node.drift(1.0 + rng.choice((-DRIFTS, DRIFTS, rng.uniform(-DRIFTS, DRIFTS))))
+
+
 def full_disk(injector: Injector, planned: PlannedFault, rng: Random) -> None:
     storages = injector.context.world.storages or {"": injector.context.world.storage}
     storage = storages[rng.choice(sorted(storages))] if len(storages) > 1 else next(iter(storages.values()))
-    storage.full = True
-
-    def over(_: object) -> None:
-        storage.full = False
-
-    injector.until(planned.length_s, over)
+    injector.fill(storage, planned.length_s)
 
 
 def liar(injector: Injector, planned: PlannedFault, rng: Random) -> None:
@@ -160,11 +182,13 @@ def _anyone(injector: Injector, rng: Random) -> Node | None:
 
 APPLY: dict[str, Fault] = {
     "pause": pause,
+    "freeze": freeze,
     "absent": absent,
     "halve": halve,
     "one_way": one_way,
     "slow": slow,
     "jump": jump,
+    "drift": drift,
     "full_disk": full_disk,
     "liar": liar,
     "unlike": unlike,

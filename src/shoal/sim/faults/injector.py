@@ -17,6 +17,7 @@ from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
+from shoal.sim.tasks.storage import Storage
 
 LEADER = 0.3  # how often the leader is chosen before all others
 
@@ -39,10 +40,11 @@ def planned_faults(
 
 
 class Trap(msgspec.Struct):
-    """Waits for a peer that is about to do what `kind` names; lets `skip` such moments pass."""
+    """Waits for a peer that is about to do what `kind` names; lets `skip` such moments pass. `length_s`: of a fault that it survives."""
 
     kind: str
     skip: int
+    length_s: float = 0.0
 
 
 class Injector:
@@ -80,6 +82,15 @@ class Injector:
         """End a fault after that time, or at healing if that is earlier."""
         self.context.kernel.after(seconds, end)
         self._ends.append(end)
+
+    def fill(self, storage: Storage, seconds: float) -> None:
+        """No write succeeds there for so long."""
+        storage.full = True
+
+        def over(_: object) -> None:
+            storage.full = False
+
+        self.until(seconds, over)
 
     def heal(self) -> None:
         """End all faults."""

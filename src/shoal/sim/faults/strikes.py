@@ -2,8 +2,8 @@
 a row, between rows, in the row again), of the optimizer's step, of a checkpoint.
 
 A trap waits for a peer that is about to do what it is set for; that peer's process ends with some of its commands carried out and the
-others not. Who is struck is chosen as in churn.py, so that the run can go on; a trap whose next peer cannot be spared stays set.
-Regions (network.py) die or are cut off whole. A wipe kills everybody; the same command is started again.
+others not, or its disk is full from then on. Who is struck is chosen as in churn.py, so that the run can go on; a trap whose next peer
+cannot be spared stays set. Regions (network.py) die or are cut off whole. A wipe kills everybody; the same command is started again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ MOMENTS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "uploading": ((m.Export, m.ReadChunk), (m.Offer, m.Chunk)),
     "leading": ((), (m.Propose, m.Round, m.SaveRequest, m.PublishRequest)),
     "training": ((m.Fetch,), (m.Forward, m.Backward)),
+    "filling": ((m.RunSave, m.RunPublish, m.WriteChunk, m.RunCopy), ()),
 }
 
 
@@ -53,14 +54,19 @@ def plan(case: Case) -> list[PlannedFault]:
 
 
 def sprung(injector: Injector, node: Node, commands: Sequence[m.Command]) -> int | None:
-    """How many of these commands the peer still carries out before it dies; None: no trap has caught it."""
-    for trap in injector.traps:
+    """How many of these commands the peer still carries out before it dies; None: it lives."""
+    for trap in list(injector.traps):
         for at, command in enumerate(commands):
             if not _meant(injector, node, trap.kind, command):
                 continue
             if trap.skip:
                 trap.skip -= 1
                 continue
+            if trap.kind == "filling":
+                injector.traps.remove(trap)
+                injector.context.count(trap.kind)
+                injector.fill(node.runner.copies.storage, trap.length_s)
+                break
             if not node.available or not injector.spares({node.name}):
                 break
             injector.traps.remove(trap)
@@ -84,7 +90,7 @@ def _meant(injector: Injector, node: Node, kind: str, command: m.Command) -> boo
 
 
 def trap(injector: Injector, planned: PlannedFault, rng: Random) -> None:
-    injector.traps.append(Trap(planned.kind, rng.randrange(SKIPS)))
+    injector.traps.append(Trap(planned.kind, rng.randrange(SKIPS), planned.length_s))
 
 
 def pair(injector: Injector, planned: PlannedFault, rng: Random) -> None:

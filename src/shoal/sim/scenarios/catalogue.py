@@ -198,7 +198,12 @@ FAULTS = (  # one for each way of failing that a run must survive
     _fault("cut_off", strikes=Strikes(cuts=4)),
     _fault("slowed", happenings=Happenings(slows=4)),
     _fault("clock_jumps", happenings=Happenings(jumps=4)),
-    _fault("disk_full", happenings=Happenings(full_disks=3, restarts=1), save_every=(1, 2)),
+    _fault(
+        "frozen", steps=(40, 60), step_s=6.0, faults_s=240.0, finish_s=1500.0, happenings=Happenings(freezes=3, restarts=1, joiners=1),
+    ),
+    _fault("clock_drifts", steps=(20, 30), finish_s=900.0, happenings=Happenings(drifts=4, joiners=1, restarts=1)),
+    _fault("twins", steps=(10, 16), finish_s=900.0, happenings=Happenings(twins=3, joiners=1, kills=1)),
+    _fault("disk_full", happenings=Happenings(full_disks=2, fillings=4, restarts=1), save_every=(1, 2), faults_s=60.0),
     _fault(
         "unlike",
         peers=(5, 8),
@@ -226,7 +231,7 @@ FAULTS = (  # one for each way of failing that a run must survive
     _fault("dies_copying", places=(2, 4), strikes=Strikes(copying=4, saving=3, leading=1), save_every=(1, 1)),
     _fault(
         "copies", places=(2, 4), save_every=(1, 2), strikes=Strikes(cuts=2, ways=1, copying=1),
-        happenings=Happenings(full_disks=3, joiners=1, restarts=2, losses=1),
+        happenings=Happenings(full_disks=3, fillings=3, joiners=1, restarts=2, losses=1),
     ),
     _fault("machine_dies", peers=(8, 14), places=(3, 5), strikes=Strikes(machines=2, copying=1), save_every=(1, 2)),
     _fault("wiped_apart", places=(2, 3), steps=(6, 10), strikes=Strikes(wipes=1, copying=3), save_every=(1, 1)),

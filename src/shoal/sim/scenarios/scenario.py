@@ -47,6 +47,10 @@ class Happenings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     liars: int = 0  # peers that send faulty blobs and garbled messages
     unlikes: int = 0  # peers whose optimizer has other bits
     closures: int = 0  # all replicas of one stage are asked to leave at once
+    freezes: int = 0  # stopped for minutes, then continued
+    drifts: int = 0  # one peer's clock runs up to 10 % too fast or too slowly
+    fillings: int = 0  # a disk that is full from when a peer begins to write part of a checkpoint
+    twins: int = 0  # two processes of one key start at once, in its process's place or beside it
 
 
 class Strikes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -33,14 +33,16 @@ class Tails:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._steps = 0
+        self._work = -1, -1  # epoch and step of what is computed
         self._tail: Tail | None = None  # None: the step is not watched from its beginning, or its books are whole
         self._waited: dict[str, list[int]] = {}  # steps that each key has kept waiting
         self._rested: dict[str, None] = {}
 
-    def begin(self, now: float) -> None:
-        """A step begins, or an eviction has changed who owns what in it."""
-        self._steps += 1
-        self._tail = Tail(now)
+    def begin(self, view: View, now: float) -> None:
+        """A step begins, or an eviction has changed who owns what in it: that is no other step."""
+        work = view.epoch, view.work
+        self._steps += work != self._work
+        self._work, self._tail = work, Tail(now)
 
     def clear(self) -> None:
         """This process was stopped: what is known of this step's times is false."""
@@ -65,7 +67,8 @@ class Tails:
 
     def _strike(self, key: str) -> bool:
         """It has kept this step waiting: whether that is too often."""
-        steps = [step for step in self._waited.get(key, ()) if step > self._steps - AGE] + [self._steps]
+        before = [step for step in self._waited.get(key, ()) if self._steps - AGE < step < self._steps]
+        steps = [*before, self._steps]
         rests = len(steps) >= TIMES or key in self._rested
         self._waited[key] = [] if rests else steps
         if rests:
