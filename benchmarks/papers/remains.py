@@ -45,7 +45,7 @@ class Way(NamedTuple):
     price: str
     changes: dict[str, Any] = {}  # of the problem
     batch: int = 1
-    inflight: int = tax.INFLIGHT
+    inflight: int = tax.INFLIGHT  # 0: as the planner chooses
 
 
 LATE: dict[str, Any] = {"staleness": 1}
@@ -53,11 +53,13 @@ LATE_8BIT = LATE | {"moments": "8bit"}
 WAYS = (
     Way("as chosen above", "none"),
     Way("8 microbatches of each machine on their way", "none", inflight=8),
+    Way("as many on their way as the planner chooses", "none", inflight=0),
     Way("twice the batch", "batch", batch=2),
     Way("one step late", "46 % of loss", LATE),
     Way("one step late with Muon, its own time not counted", "about 3 % of loss at worst", LATE | {"muon": True}),
     Way("one step late, 8-bit moments", "46 % of loss", LATE_8BIT),
     Way("one step late, 8-bit moments, 8 on their way", "46 % of loss", LATE_8BIT, inflight=8),
+    Way("one step late, 8-bit moments, as many as the planner chooses", "46 % of loss", LATE_8BIT, inflight=0),
     Way("one step late, 8-bit moments, twice the batch", "46 % of loss, batch", LATE_8BIT, batch=2),
 )
 
@@ -196,7 +198,7 @@ def mean_line_Bps(machines: Cluster) -> float:
 
 
 def remainder(shape: str, centre: Centre, way: Way) -> Remainder:
-    setting = tax.setting_of(shape, f"run.inflight={way.inflight}")
+    setting = tax.setting_of(shape, f"run.inflight={way.inflight or 'auto'}")
     swapping = "staleness" not in way.changes or shape in LATE_SWAPS
     changed = msgspec.structs.replace(setting.problem, swapping=swapping, **way.changes)
     problem = tax.batched(changed, way.batch)

@@ -300,7 +300,8 @@ def described(plan: Plan) -> str:
     swaps = sum(stage.executor == "swapping" for stage in plan.stages)
     text = f"{stages} stage{'s' * (stages > 1)}"
     text += f", {swaps} swapping" if swaps else ""
-    return text + (f", microbatches of {plan.microbatch}" if plan.microbatch > 1 else "")
+    text += f", microbatches of {plan.microbatch}" if plan.microbatch > 1 else ""
+    return text + (f", {plan.inflight} on their way" if plan.inflight not in (0, INFLIGHT) else "")
 
 
 def chosen_of(rows: list[Tax]) -> Tax:
@@ -391,7 +392,7 @@ def row_of(references: References, variant: Variant, each: Figures) -> Tax:
 
 def cut_of(row: Tax) -> Cut:
     """By its plan in words."""
-    size = row.plan.rpartition("microbatches of ")[2] if "microbatches of" in row.plan else "1"
+    size = row.plan.rpartition("microbatches of ")[2].split(",")[0] if "microbatches of" in row.plan else "1"
     return int(row.plan.split()[0]), int(size)
 
 

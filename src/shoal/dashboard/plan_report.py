@@ -62,6 +62,8 @@ def numbers(plan: Plan, problem: Problem) -> str:
     ]
     routes = f"planned: routes for {len(plan.routes)} owners" if plan.routes else "stochastic: by measured times"
     lines.append(f"wiring        {routes}")
+    count = f"{plan.inflight} microbatches" if plan.inflight else "microbatches by what it measures (auto)"
+    lines.append(f"at once       each peer drives {count}")
     lines += _owners(plan)
     lines += _travel(plan)
     lines += [f"next best     {text}" for text in plan.runners_up]
@@ -71,6 +73,7 @@ def numbers(plan: Plan, problem: Problem) -> str:
     even = spans(problem.shape.layers, len(plan.stages))
     cut = [stage.end - stage.first for stage in plan.stages]
     layers = f" run.layers={cut}" if cut != [len(span) for span in even] else ""
+    layers += f" run.inflight={plan.inflight}" if plan.inflight else ""
     lines.append(
         f"to run        --plan FILE of --out, or by hand run.stages={len(plan.stages)} run.peers={seated}{layers}"
     )

@@ -415,6 +415,7 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         _settings_of(job),
         **_planned_of(job),
         stages=job.stages,
+        home=job.stages == 1 and not seats.routes,
         microbatches=job.microbatches,
         steps=int(job.steps) if math.isfinite(job.steps) else 1 << 40,
         peers=peers,

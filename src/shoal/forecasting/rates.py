@@ -27,7 +27,7 @@ from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
-from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, request_bytes
+from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
 from shoal.sim.network import LATE
 
@@ -308,18 +308,6 @@ class Delayed:
         kinds, at = self._rates.kind_of[slots], composition[slots]
         shares = self._rates.replica[kinds, at] / np.array(step.stage_rates)[at]
         return float((self._job.microbatches * shares * self._rates.line_s[kinds, at]).max())
-
-
-def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
-    """At most so many of the slots, or one for each stage, as many of each stage in proportion, taken evenly from its replicas."""
-    members = [slot for slot, stage in enumerate(stage_of) if stage >= 0]
-    share = min(1.0, most / len(members))
-    kept: list[int] = []
-    for stage in range(stages):
-        group = [slot for slot in members if stage_of[slot] == stage]
-        count = max(1, round(len(group) * share))
-        kept += [group[number * len(group) // count] for number in range(count)]
-    return sorted(kept)
 
 
 def model_of(job: Job, changes: int) -> StepModel:

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal import codec
 from shoal import config as configuration
 from shoal.config import Config
@@ -31,6 +33,8 @@ def load(path: str | None, settings: Sequence[str], plan: Plan, where: str) -> C
     whole = ["run.stages=1", "run.peers=1", "run.layers=[]", "run.stage_seconds=[]"]  # its model, whatever its cut was
     given = remote.local(configuration.load(path, [*settings, *whole]))
     refuse_other_model(plan, given, where)
+    if given.run.inflight != "auto":  # whoever names a number keeps it
+        plan = msgspec.structs.replace(plan, inflight=0)
     return remote.local(configuration.load(path, [*settings, *decided(plan, where), *as_long(plan, given)]))
 
 

@@ -56,6 +56,18 @@ class Seats(msgspec.Struct, frozen=True):
         return [device for device, own in enumerate(self.stage_of) if own == stage]
 
 
+def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
+    """At most so many of the devices, or one for each stage, as many of each stage in proportion, taken evenly from its replicas."""
+    members = sum(stage >= 0 for stage in stage_of)
+    share = min(1.0, most / members)
+    kept: list[int] = []
+    for stage in range(stages):
+        group = [device for device, own in enumerate(stage_of) if own == stage]
+        count = max(1, round(len(group) * share))
+        kept += [group[number * len(group) // count] for number in range(count)]
+    return sorted(kept)
+
+
 def line_rates(cluster: Cluster) -> tuple[int, ...]:
     """The slower direction of every device's line, kB/s."""
     return tuple(map(line_rate, cluster.devices))

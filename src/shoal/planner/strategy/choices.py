@@ -105,7 +105,8 @@ def chosen(problem: Problem, plan: Plan) -> Problem:
     local_steps = plan.local_steps or problem.local_steps
     sequences = plan.microbatch or work.sequences
     microbatches = work.microbatches * work.sequences * local_steps // (sequences * problem.local_steps)
-    work = msgspec.structs.replace(work, sequences=sequences, microbatches=microbatches)
+    inflight = work.inflight or plan.inflight  # a number that the configuration names stays
+    work = msgspec.structs.replace(work, sequences=sequences, microbatches=microbatches, inflight=inflight)
     return msgspec.structs.replace(problem, travel=travel, work=work, local_steps=local_steps)
 
 

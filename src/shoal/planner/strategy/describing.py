@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from shoal import units
 from shoal.planner.inputs import memory
 from shoal.planner.prediction.seats import Seats, hop_s
 from shoal.planner.strategy.idle import Idle
@@ -147,6 +148,11 @@ def _reason(problem: Problem, played: list[Option], refusals: list[Refusal], idl
         why += "; planned wiring: fixed routes are quicker than those chosen by measured times"
     if best.seats.line_rates:
         why += "; who owns what of a round follows the lines' line_rates, which differ"
+    if best.own_s:
+        why += (
+            f"; {best.seats.inflight} microbatches of each peer at once: with as many as each measures by itself a step would take"
+            f" {units.duration(best.own_s)}"
+        )
     for group in idle:
         why += f"; {group.text(problem)}"
     if refusals:

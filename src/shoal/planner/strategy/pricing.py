@@ -27,6 +27,7 @@ class Option(msgspec.Struct, frozen=True):
     kept: tuple[int, ...]  # forwards whose activations a device keeps
     rough_s: float
     step: Step | None = None
+    own_s: float = 0.0  # of a step with as many microbatches on their way as owners measure; 0: not compared
 
     @property
     def stages(self) -> int:

@@ -3,7 +3,8 @@
 One idea joins the three papers. A peer moves V(S) = 2 T (S-1) d a + 2 (N/S) q / H bytes per step (T tokens per peer and step,
 d hidden size, a and q bytes per boundary and gradient value, N parameters, H steps between averagings), which is least at
 S* = sqrt(N q / (H T d a)): S = 1 is ATOM, more is SWARM or DT-FM. The search starts there and prices its neighbours, and
-every number of stages a run may have when those are few, by step.py: memory first, then seconds.
+every number of stages a run may have when those are few, by step.py: memory first, then seconds. How many microbatches owners drive at
+once is searched for each of the best of these (inflight.py), where the configuration names no number.
 Devices are seated so that every stage passes as many microbatches, then moved and swapped while that helps.
 """
 
@@ -17,8 +18,11 @@ import msgspec
 import numpy as np
 
 from shoal import units
+from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction import wiring
+from shoal.planner.prediction.seats import Seats
 from shoal.planner.prediction.step import predict, weighted
+from shoal.planner.strategy import inflight
 from shoal.planner.strategy.choices import chosen
 from shoal.planner.strategy.describing import described
 from shoal.planner.strategy.idle import employed
@@ -64,12 +68,19 @@ def decide(
     counts = [stages] if stages is not None else candidates(problem)
     # One seed for every play: the same placement has the same predicted step, whatever was searched before.
     search = _Search(problem, int(rng.integers(1 << 32)), budget, counts)
-    starts = [option_of(problem, known)] if known and chosen(problem, known) == problem else []
-    played, refusals = search.options(starts)
+    played, refusals = search.options(_begun(problem, known) if known else [])
     if not played:
         raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
-    best, idle = employed(problem, played[0], search.completed)
-    return described(problem, [best, *played[1:]], refusals, idle)
+    search = search.as_with(played[0])
+    best, idle = employed(search.problem, played[0], search.completed)
+    return described(search.problem, [best, *played[1:]], refusals, idle)
+
+
+def _begun(problem: Problem, known: Plan) -> list[Option]:
+    """The known plan, if it has the problem's work and codecs."""
+    alike = chosen(problem, known)
+    same = alike == problem or (inflight.is_free(problem) and inflight.fixed(alike, 0) == problem)
+    return [option_of(alike, known)] if same else []
 
 
 class _Search(NamedTuple):
@@ -90,11 +101,12 @@ class _Search(NamedTuple):
             firsts += [start for start in starts if start.stages == count]
             rng = np.random.default_rng((self.seed, count))
             if firsts:
-                roughly.append(min((improved(problem, o, rng, self.budget) for o in firsts), key=_rough_s))
+                bettered = (improved(self.as_with(o).problem, o, rng, self.budget) for o in firsts)
+                roughly.append(min(bettered, key=_rough_s))
             elif isinstance(tried[0], Refusal):
                 refusals.append(tried[0])
         roughly.sort(key=_rough_s)
-        played = [self._played(_weighted(problem, option)) for option in roughly[:PLAYED]]
+        played = self._paced([self._played(_weighted(problem, option)) for option in roughly[:PLAYED]])
         played.sort(key=_step_s)
         played[:WIRED] = [self._wired(option) for option in played[:WIRED]]
         played += [start if start.step else self._played(start) for start in starts]
@@ -107,7 +119,12 @@ class _Search(NamedTuple):
             if getattr(self.problem, flag):
                 stricter = self._replace(problem=msgspec.structs.replace(self.problem, **{flag: False}))
                 if options := stricter.options([])[0]:
+                    stricter = stricter.as_with(options[0])
                     yield employed(stricter.problem, options[0], stricter.completed)[0]
+
+    def as_with(self, option: Option) -> _Search:
+        """With as many microbatches on their way as that option has."""
+        return self._replace(problem=inflight.fixed(self.problem, option.seats.inflight))
 
     def completed(self, option: Option) -> Option:
         """With owners, wiring and its predicted step."""
@@ -116,6 +133,21 @@ class _Search(NamedTuple):
     def _played(self, option: Option) -> Option:
         step = predict(option.seats, self.problem.cluster, np.random.default_rng(self.seed))
         return msgspec.structs.replace(option, step=step)
+
+    def _paced(self, options: list[Option]) -> list[Option]:
+        """Those near the best with as many microbatches on their way as pay, where that is free."""
+        nearest_s = inflight.WITHIN * min((_step_s(option)[0] for option in options), default=0.0)
+        return [self._with_best_number(one) if _step_s(one)[0] <= nearest_s else one for one in options]
+
+    def _with_best_number(self, option: Option) -> Option:
+        def seconds(seats: Seats, cluster: Cluster) -> float:
+            return predict(seats, cluster, np.random.default_rng(self.seed)).step_s
+
+        other = None if option.seats.inflight else inflight.best(self.problem, option, seconds)
+        if other is None:
+            return option
+        other, own_s = self._played(other), _step_s(option)[0]
+        return msgspec.structs.replace(other, own_s=own_s) if inflight.pays(_step_s(other)[0], own_s) else option
 
     def _wired(self, option: Option) -> Option:
         """With planned wiring, where that is asked for or pays."""
