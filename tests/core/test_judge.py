@@ -152,6 +152,15 @@ def test_the_evicted_tell_the_others_and_agree_unless_it_is_half_of_all() -> Non
     assert not accepts(Follower("e").proposed(members=MEMBERS[:2], owners=(0, 1, 0, 1, 0)))
 
 
+def test_nobody_accepts_a_view_that_the_rest_could_not_agree_on() -> None:
+    """Found 2026-11-25 (seed `lines 300`): four of twelve had accepted one that evicted eight, who refused it. Every later leader had to
+    propose it again, and no view was agreed any more."""
+    follower = Follower()
+    commands = follower.proposed(members=MEMBERS[:2], owners=(0, 1, 0, 1, 0))
+    assert not accepts(commands) and follower.doubts and "it evicts 3 of 5" in objections(commands)[0].reason
+    assert accepts(Follower().proposed(members=MEMBERS[:3], owners=(0, 1, 2, 0, 1)))
+
+
 def test_two_words_of_others_are_enough_and_one_is_not() -> None:
     follower = Follower()
     word = Objection("a", 3, "it is wrong")

@@ -10,7 +10,10 @@ import pytest
 from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
+from shoal.core.leader.rules.proposal import together
+from shoal.core.leader.rules.removal import LEAVE_S
 from shoal.core.leader.rules.rounds import OWNER_BEATS
+from shoal.core.member.departure import Departure
 from shoal.core.messages import (
     Accept,
     Booking,
@@ -188,6 +191,23 @@ def test_a_silent_member_is_removed_its_work_goes_to_the_others_and_its_bookings
     assert set(leader.view.owners) <= {0, 1} and len(leader.view.owners) == 4
     assert leader.view.account.redone == 2 and leader.view.account.killed == 1
     assert "c silent for" in leader.view.reason
+
+
+def test_a_leader_that_hears_no_quorum_evicts_nobody_and_more_leavers_than_may_go_at_once_go_one_after_the_other() -> (
+    None
+):
+    leader = LeaderRig(msgspec.structs.replace(SETTINGS, stages=1, peers=5, microbatches=5))
+    for peer in "bcde":
+        leader.join(peer)
+    for peer in "abcde":
+        leader.heartbeat(peer)
+    assert leader.view.started
+    number = leader.view.number
+    leader.wait(9.0, alive=("b",))
+    assert leader.view.number == number, leader.reasons
+    leader.wait(9.0, alive=("b", "c"))
+    assert [one.peer for one in leader.view.members] == ["a", "b", "c"]
+    assert together(leader.view, "bc") == {"b"}
 
 
 def test_what_a_dead_member_owned_goes_to_those_who_have_least_left_to_do() -> None:
@@ -373,6 +393,20 @@ def test_a_failed_round_is_not_asked_for_again_at_once() -> None:
     assert len(leader.rounds()) == 1
     leader.wait(1.0, alive=("b", "c"))
     assert len(leader.rounds()) == 2
+
+
+def test_a_new_leader_knows_how_long_a_leaver_has_waited() -> None:
+    """Found 2026-11-25 (seed `leaving_60s 7`): another led meanwhile, and the leaver waited for 20 s again."""
+    rig = LeaderRig(msgspec.structs.replace(SETTINGS, stages=1))
+    rig.start()
+    departure = Departure(SETTINGS)
+    departure.leave("maintenance", 100.0)
+    departure.leave("maintenance", 110.0)
+    rig.hear("c", departure.notice(100.0 + LEAVE_S - 1.0))
+    rig.wait(0.5, alive=("b", "c"))
+    assert "c" in [one.peer for one in rig.view.members]
+    rig.wait(1.0, alive=("b", "c"))
+    assert "c" not in [one.peer for one in rig.view.members], rig.reasons
 
 
 def test_a_leaver_goes_at_the_end_of_the_step_unless_its_stage_would_be_empty() -> None:

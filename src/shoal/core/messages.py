@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 30  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 31  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -429,9 +429,11 @@ class Redirect(Wire, frozen=True):
 
 
 class Leave(Wire, frozen=True):
-    """To the leader: I go at the end of the step, or in its middle when that is more than 20 s away."""
+    """To the leader, with each heartbeat: I go at the end of the step, or in its middle when that is more than 20 s away. `waited_ms`:
+    since I was asked to, which another leader may not know."""
 
     reason: Text = ""
+    waited_ms: Count = 0
 
 
 class Complaint(Wire, frozen=True):

@@ -282,7 +282,7 @@ class PeerMachine:
             case SaveAsked():
                 self.leadership.request_save()
             case Asked():
-                self.departure.leaving = event.reason or "asked to"
+                self.departure.leave(event.reason or "asked to", now)
         return []
 
     def _owner(self, task: str) -> Server | Trainer | StateTransfer | InferenceServer:

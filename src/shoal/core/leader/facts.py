@@ -301,7 +301,7 @@ class Facts:
     def _on_leave(self, peer: Peer, message: Leave, now: float) -> None:
         """Where nobody else that stays serves its stage, what it holds is saved: it may be gone before another peer has it."""
         requests = self.requests
-        requests.leaves[peer], requests.leave_at[peer] = message.reason, now
+        requests.leaves[peer], requests.leave_at[peer] = message.reason, now - message.waited_ms / 1000
         stages = {-1} | {stage for other, stage in self.serving.items() if other not in requests.leaves}
         requests.save |= self.serving.get(peer, -1) not in stages
 

@@ -5,7 +5,7 @@ A finished peer waits before its process ends: a leader for its last messages to
 
 from __future__ import annotations
 
-from shoal.core.messages import Command, Finish, Settings
+from shoal.core.messages import Command, Finish, Leave, Settings
 
 LAST_BEATS = 2  # that a leader waits after it has dismissed all members
 LAST_SILENCES = 4  # that a member waits for its dismissal
@@ -15,11 +15,21 @@ class Departure:
     """`finished`: the machine takes no more events."""
 
     def __init__(self, settings: Settings) -> None:
-        self.leaving = ""  # why this peer leaves the run
+        self.leaving = ""  # why this peer leaves the run,
+        self._since = 0.0  # and since when
         self.finished = False
         self.linger_at: float | None = None  # when a finished peer stops waiting
         self._settings = settings
         self._dismissed = False
+
+    def leave(self, reason: str, now: float) -> None:
+        if not self.leaving:
+            self._since = now
+        self.leaving = reason
+
+    def notice(self, now: float) -> Leave:
+        """What the leader learns of it."""
+        return Leave(self.leaving, int(1000 * max(0.0, now - self._since)))
 
     def on_finished_view(self, now: float) -> None:
         """The agreed view says that the run is finished."""

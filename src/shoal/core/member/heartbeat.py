@@ -12,7 +12,7 @@ from shoal.core.member.admission import FIND_BEATS
 from shoal.core.member.departure import Departure
 from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
-from shoal.core.messages import Command, Find, Heartbeat, Leave, LineMeasured, Note, Peer, Send, Settings, VoteRequest
+from shoal.core.messages import Command, Find, Heartbeat, LineMeasured, Note, Peer, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -46,7 +46,7 @@ class HeartbeatSender:
             return self._note_alone(long) + self._ask_others(known, now)
         commands = self._note_alone(False) + self._leader_role.tell(self.state(), now)
         if departure.leaving:
-            commands += self._leader_role.tell(Leave(reason=departure.leaving), now)
+            commands += self._leader_role.tell(departure.notice(now), now)
         return commands
 
     def state(self) -> Heartbeat:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from shoal.core.consensus.certificates import can_agree
 from shoal.core.consensus.register import Register
 from shoal.core.leader.membership import inherit, may_rest, most_resting, on_probation, owned
 from shoal.core.member.notes import StallNotes
@@ -146,11 +147,17 @@ class LeaderJudge:
             self._objects = leader, view.number, EVICTS, True
             gone = sum(peer not in present for peer in before.voters)
             return f"{EVICTS}, and {gone - 1} others" if 2 * gone >= len(before.voters) else ""
-        wrong = self._wrong(before, view)
+        wrong = self._evicts_too_many(before, present) or self._wrong(before, view)
         if wrong:
             self._objects = leader, view.number, wrong, False
             self._doubt(leader, wrong, now)
         return wrong
+
+    def _evicts_too_many(self, before: View, present: Collection[Peer]) -> str:
+        """Without a quorum those that are left could not agree on it, and those that it evicts refuse it. Accepted by some all the same,
+        every later leader would have to propose it, and it would never be agreed."""
+        left = [peer for peer in before.voters if peer in present]
+        return "" if can_agree(before, left) else f"it evicts {len(before.voters) - len(left)} of {len(before.voters)}"
 
     def _wrong(self, before: View, view: View) -> str:
         if view.epoch > before.epoch:

@@ -25,7 +25,7 @@ from shoal.core.leader.membership import arrived, counting, inherit, moving, on_
 from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules.lines import by_line
 from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
-from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.proposal import Proposal, successor, together
 from shoal.core.messages import Account, Committed, HeldOut, Member, Peer, Phase, Settings, View
 from shoal.core.planned import complete
 
@@ -156,11 +156,8 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     heldout = view.heldout if last.heldout is None else measured(view.heldout, last.step, last.heldout)
     over, goes_on = ended(msgspec.structs.replace(view, step=view.step + 1, heldout=heldout), settings), view.ahead
     last = msgspec.structs.replace(last, save=last.save or (over and settings.save_last))
-    leaves = facts.requests.leaves
     new = _took_part(view, last)
-    leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
-    members, left = _without(leaving, view.members + arrived(new, view.number + 1))
-    joining = tuple(member for member in view.joining if member not in new and member.peer not in leaves)
+    members, joining, left = _staying(view, new, facts.requests.leaves, goes_on)
     moves = () if over or goes_on else _moves(members, joining, view, facts, settings, now)
     members, joining = moving(members, joining, moves)
     members = by_line(members, facts, settings)
@@ -231,6 +228,18 @@ def _account(view: View, last: Committed, new: tuple[Member, ...], microbatches:
         counted_twice=account.counted_twice + counted_twice(last.groups),
         skipped=account.skipped + (microbatches if last.skipped else 0),
     )
+
+
+def _staying(
+    view: View, new: tuple[Member, ...], leaves: dict[Peer, str], goes_on: bool
+) -> tuple[tuple[Member, ...], tuple[Member, ...], dict[Peer, str]]:
+    """Members and joiners without those that leave, as many as may together; and the members that left."""
+    leaving = {} if goes_on else {one.peer: leaves[one.peer] for one in view.members if one.peer in leaves}
+    there = view.members + arrived(new, view.number + 1)
+    may = [*_without(leaving, there)[1], *(one.peer for one in view.joining if one.peer in leaves)]
+    going = together(view, may)
+    members, left = _without({peer: why for peer, why in leaving.items() if peer in going}, there)
+    return members, tuple(one for one in view.joining if one not in new and one.peer not in going), left
 
 
 def _without(leaving: dict[Peer, str], members: tuple[Member, ...]) -> tuple[tuple[Member, ...], dict[Peer, str]]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.consensus.certificates import can_agree
 from shoal.core.consensus.phases import transition
 from shoal.core.leader.rebalance import Move
-from shoal.core.messages import View
+from shoal.core.messages import Peer, View
 from shoal.core.replica_state import TEXT
 
 
@@ -23,6 +24,16 @@ class Proposal(msgspec.Struct, frozen=True):
     @property
     def reason(self) -> str:
         return self.view.reason
+
+
+def together(view: View, peers: Iterable[Peer]) -> set[Peer]:
+    """As many of these, in their order, as may go with one view: those that are left are a quorum of its voters. Nobody accepts a view
+    without one (member/judge.py): one that only some had accepted would stand in the way of every other. The rest go with a later view."""
+    gone = set[Peer]()
+    for peer in peers:
+        if can_agree(view, [one for one in view.voters if one not in gone and one != peer]):
+            gone.add(peer)
+    return gone
 
 
 def successor(view: View, reasons: Iterable[str], **changes: Any) -> View:

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
+from shoal.core.consensus.certificates import can_agree
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.evictions import evicting
 from shoal.core.leader.facts import Facts
@@ -17,7 +18,7 @@ from shoal.core.leader.rebalance import Move, rebalance
 from shoal.core.leader.rules import overlap
 from shoal.core.leader.rules.lines import too_narrow
 from shoal.core.leader.rules.moves import fleet, left_s, part, takeovers_of_leavers
-from shoal.core.leader.rules.proposal import Proposal, successor
+from shoal.core.leader.rules.proposal import Proposal, successor, together
 from shoal.core.leader.rules.recovery import gone_back
 from shoal.core.leader.undo.decision import Decision, decide
 from shoal.core.leader.undo.unchecked import tracked
@@ -38,9 +39,7 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
     """Evict the silent, the guilty, those whose lines are too narrow, and joiners with a wrong state; members with a wrong state download
     it again. Where that leaves a stage too thin, others move there at once: the end of the step may be far."""
     narrow = too_narrow(view, facts, settings, now)
-    evicted = _evicted(view, facts, settings, now) | narrow
-    leaving = _leaving(view, evicted, facts, settings, now)
-    evicted |= leaving
+    evicted, leaving = _going(view, narrow, facts, settings, now)
     undo = _decided(view, evicted, facts, settings)
     if undo.back_to is not None:
         return Proposal(_undone(view, evicted, leaving, undo, undo.back_to, facts, settings))
@@ -69,6 +68,19 @@ def remove(view: View, facts: Facts, settings: Settings, now: float) -> Proposal
         )
         reasons.append(f"step {view.step} is opened again")
     return Proposal(successor(view, reasons, **changes), moves)
+
+
+def _going(
+    view: View, narrow: dict[Peer, str], facts: Facts, settings: Settings, now: float
+) -> tuple[dict[Peer, str], dict[Peer, str]]:
+    """Who goes with one view and why, the convicted first; and those of them that leave."""
+    evicted = _evicted(view, facts, settings, now) | narrow
+    leaving = _leaving(view, evicted, facts, settings, now)
+    evicted |= leaving
+    gone = together(view, sorted(evicted, key=lambda peer: peer not in facts.evidence.guilty))
+    return {peer: why for peer, why in evicted.items() if peer in gone}, {
+        peer: why for peer, why in leaving.items() if peer in gone
+    }
 
 
 def _again(view: View, stale: dict[Peer, str], evicted: Container[Peer]) -> dict[Peer, str]:
@@ -146,14 +158,14 @@ def opens_again(view: View, void: Iterable[Peer], facts: Facts) -> bool:
 
 
 def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
-    """Who is evicted, and why. A leader does not evict itself."""
-    evicted: dict[Peer, str] = {}
+    """Who is evicted, and why. A leader does not evict itself. Where the silent are so many that the others could agree on nothing, it may
+    be the leader that is cut off."""
+    evicted, silent = dict[Peer, str](), _silent(view, facts, settings, now)
+    if not can_agree(view, [peer for peer in view.voters if peer not in silent]):
+        silent = {}
     for peer in [member.peer for member in view.members + view.joining if member.peer != facts.name]:
-        silence = now - facts.received_at.get(peer, now)
-        if silence > settings.heartbeat_timeout_s:
-            evicted[peer] = f"silent for {silence:.1f} s"
-        elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.heartbeat_s:
-            evicted[peer] = f"cannot be reached, silent for {silence:.1f} s"
+        if peer in silent:
+            evicted[peer] = silent[peer]
         elif peer in facts.evidence.guilty:
             evicted[peer] = facts.evidence.guilty[peer]
         elif peer in facts.evidence.parted and not part(view, {peer: ""}, evicted, facts.name, now):
@@ -161,6 +173,17 @@ def _evicted(view: View, facts: Facts, settings: Settings, now: float) -> dict[P
         elif peer in facts.evidence.unfit:
             evicted[peer] = facts.evidence.unfit[peer]
     return evicted
+
+
+def _silent(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
+    silent: dict[Peer, str] = {}
+    for peer in [member.peer for member in view.members + view.joining if member.peer != facts.name]:
+        silence = now - facts.received_at.get(peer, now)
+        if silence > settings.heartbeat_timeout_s:
+            silent[peer] = f"silent for {silence:.1f} s"
+        elif now - facts.doubted.get(peer, now) >= DOUBT_BEATS * settings.heartbeat_s:
+            silent[peer] = f"cannot be reached, silent for {silence:.1f} s"
+    return silent
 
 
 def _leaving(view: View, evicted: Container[Peer], facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
