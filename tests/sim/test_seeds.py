@@ -52,6 +52,11 @@ FAILED_SINCE = [  # updates not delayed; of the large fleets 1598 is quick
     pytest.param("fleet", 6429, marks=_SLOW),
     # 2026-11-24: a machine that was unlike the others five times was still barred when the run was over
     ("unlike", 32),
+    # 2026-11-25: four of twelve had accepted a view that evicted the other eight, who refused it, and no other was possible
+    ("lines", 300),
+    # 2026-11-25: another led meanwhile, and whoever left waited for 20 s again
+    ("leaving_10s", 326),
+    pytest.param("leaving_60s", 7, marks=_SLOW),
 ]
 
 
