@@ -104,7 +104,7 @@ def _copy_kept_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ("broken", "seeds"),
     [
         (_judged_by_the_first_word, (("unlike", range(40, 60)),)),
-        (_judged_by_the_first_two, (("unlike", range(16, 60)),)),
+        (_judged_by_the_first_two, (("unlike", range(80, 84)),)),
         (_copy_kept_for_all, (("unlike", range(40, 100)),)),
     ],
 )
