@@ -18,17 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal.transport.streams import channel
-from shoal.transport.streams.channel import (
-    UNSENT_BYTES,
-    UNSENT_MOST_BYTES,
-    UNSENT_S,
-    Info,
-    Sent,
-    Uplink,
-    _info,
-    _take_ahead,
-)
+from shoal.transport.streams.channel import UNSENT_BYTES, UNSENT_MOST_BYTES, UNSENT_S, Sent, Uplink, _info, _take_ahead
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 
@@ -204,26 +194,3 @@ def test_bulk_of_several_connections_passes_the_uplink_in_turn_and_one_that_brea
 def _drain(sock: socket.socket, received: list[int], index: int) -> None:
     while data := sock.recv(1 << 16):
         received[index] += len(data)
-
-
-def test_what_waits_in_the_line_of_one_receiver_leaves_room_and_what_all_wait_for_leaves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A queue counts as soon as connections show it, not a round trip later: a window was overrun by two thirds meanwhile."""
-    trips_us = {"narrow": 200_000, "wide": 200_000}
-    monkeypatch.setattr(channel, "_info", lambda name: Info(1, 0, trips_us[name], 0, 100_000, 0, 0))
-
-    def outstanding_bytes(*names: str) -> int:
-        uplink = Uplink()
-        for name in names:
-            connection: Any = Connection.__new__(Connection)
-            connection.sock, connection.closed, connection.engine = name, False, None
-            sent = uplink._sent[connection] = Sent(0)
-            sent.written_bytes = 1_000_000
-        uplink._measure(1.0)
-        return uplink._outstanding_bytes
-
-    assert outstanding_bytes("narrow") == 1_000_000
-    assert outstanding_bytes("narrow", "wide") == 2_000_000
-    trips_us["wide"] = 100_000
-    assert outstanding_bytes("narrow", "wide") == 1_500_000

@@ -142,12 +142,11 @@ class Uplink:
                     lately.append(Acknowledged(nbytes, info.trip_us / 1e6, info.base_us / 1e6))
                     sent.delivered_bytes = info.delivered_bytes
                     _take_ahead(connection.sock, sent, info.rate_Bps)
+                if info.silent_ms / 1e3 < SILENT_S + 4 * info.trip_us / 1e6:
+                    # What waits in the line of a single receiver leaves room in this one
+                    own = min(1.0, (info.base_us + 1e6 * self._window.queue_s) / max(1, info.trip_us))
+                    self._outstanding_bytes += int(own * max(0, sent.written_bytes - info.delivered_bytes))
                 infos.append((connection, sent, info))
-        live = [(sent, info) for _, sent, info in infos if info.silent_ms / 1e3 < SILENT_S + 4 * info.trip_us / 1e6]
-        common_us = max(1e6 * self._window.queue_s, min((info.trip_us - info.base_us for _, info in live), default=0.0))
-        for sent, info in live:  # what waits in the line of a single receiver leaves room in this one
-            own = min(1.0, (info.base_us + common_us) / max(1, info.trip_us))
-            self._outstanding_bytes += int(own * max(0, sent.written_bytes - info.delivered_bytes))
         self._window.acknowledged(lately, now)
         room = self._window.is_roomy(self._outstanding_bytes)
         for connection, sent, info in infos:
