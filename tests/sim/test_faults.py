@@ -55,6 +55,7 @@ def test_twenty_seeds_of_large_groups() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # peers that are stopped for minutes make long runs
 @pytest.mark.parametrize("scenario", FAULTS, ids=lambda scenario: scenario.name)
 def test_twenty_seeds_of_every_fault(scenario: Scenario) -> None:
     for seed in range(100, 120):

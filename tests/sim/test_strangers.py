@@ -55,6 +55,7 @@ def test_several_who_mean_harm_do_none(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_hundred_seeds_of_strangers() -> None:
     for seed in range(100, 200):
         played("strangers", seed)
