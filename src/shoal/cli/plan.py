@@ -15,10 +15,12 @@ Numbers are predictions from stated or measured speeds and links. planner/ decid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -42,6 +44,7 @@ from shoal.planner.strategy.pricing import as_planned
 from shoal.planner.strategy.problem import Problem
 from shoal.planner.strategy.what_if import what_if
 
+FIRST_S, AGAIN_S = 2.0, 10.0  # a search that takes longer says so, and again
 SEARCHES = ("anneal", "dtfm", "random", "greedy")
 
 
@@ -103,14 +106,41 @@ def main(args: argparse.Namespace) -> int:
     return _plan(args, tree, problem)
 
 
+@contextlib.contextmanager
+def told_while_long(tell: Callable[[float], None]) -> Iterator[None]:
+    """Calls `tell` with the seconds so far, from another thread, while what is within takes long."""
+    began, ended = time.monotonic(), threading.Event()
+
+    def wait() -> None:
+        pause_s = FIRST_S
+        while not ended.wait(pause_s):
+            tell(time.monotonic() - began)
+            pause_s = AGAIN_S
+
+    thread = threading.Thread(target=wait, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def _plan(args: argparse.Namespace, tree: config.Config, problem: Problem) -> int:
+    plans: list[plan.Plan] = []
 
     def decide(given: Problem, known: plan.Plan | None = None) -> plan.Plan:
-        return deciding.decide(tree, given, args.stages, args.sizes, known)
+        plans.append(deciding.decide(tree, given, args.stages, args.sizes, known))
+        return plans[-1]
 
-    decided = decide(problem)
-    other = relaxing.decide_from(problem, decided, what_if(problem, args.what_if), decide) if args.what_if else None
-    sensitivities = relaxing.sensitivities(problem, decided, decide) if args.sensitivity else []
+    def tell(seconds: float) -> None:
+        count = f", {len(plans)} plans found" if plans else ""
+        print(f"searching for {seconds:.0f} s{count}", file=sys.stderr, flush=True)
+
+    with told_while_long(tell):
+        decided = decide(problem)
+        other = relaxing.decide_from(problem, decided, what_if(problem, args.what_if), decide) if args.what_if else None
+        sensitivities = relaxing.sensitivities(problem, decided, decide) if args.sensitivity else []
     problem = choices.chosen(problem, decided)
     if args.out:
         plan.save(decided, args.out)
