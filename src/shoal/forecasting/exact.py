@@ -25,7 +25,7 @@ from shoal.forecasting.rates import MEAN_LATE
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch
 from shoal.sim.context import Values
-from shoal.sim.lines import LineRates, Wire
+from shoal.sim.lines import LineRates, Wire, part_values
 from shoal.sim.node import Node, Process, Who
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
@@ -77,6 +77,7 @@ class JobPace(Pace):
         self._job, self._device, self._kind, self._busy = job, device, kind, busy
         usual_s = sum(SECONDS[each] for each in (m.Fetch, m.Cut, m.Add, m.Gather, m.Apply))
         self._round = job.round_s / usual_s  # how much longer a round's own tasks take than the simulator's usual ones
+        self._averaged_s = 0.0  # when the round's own thread is idle, with delayed updates
 
     def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
         job = self._job
@@ -91,11 +92,16 @@ class JobPace(Pace):
             )
         if not isinstance(task, (*ROUND_TASKS, m.Fetch)):
             return SECONDS[type(task)]
-        if isinstance(task, m.Cut):
-            self.share = (task.bounds[-1] - task.bounds[0]) / max(1, length)
-        whole = 1.0 if isinstance(task, m.Apply | m.Fetch) else self.share
+        share = 1.0 if isinstance(task, m.Apply | m.Fetch) else _handled_values(task, inputs) / max(1, length)
         coded_s = job.seats.averaging_codec_s / len(CODED_TASKS) if isinstance(task, CODED_TASKS) else 0.0
-        return whole * (self._round * SECONDS[type(task)] + coded_s)
+        return share * (self._round * SECONDS[type(task)] + coded_s)
+
+    def wait_s(self, task: m.Task, seconds: float, now: float) -> float:
+        """With delayed updates what a round brings is added up beside the next step's hops, in a thread of its own (runtime/tasks/)."""
+        if not self._job.seats.staleness or task.lane != "average":
+            return super().wait_s(task, seconds, now)
+        self._averaged_s = max(self._averaged_s, now) + seconds
+        return self._averaged_s - now
 
 
 class _Watch(Watch):
@@ -420,6 +426,7 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         steps=int(job.steps) if math.isfinite(job.steps) else 1 << 40,
         peers=peers,
         inflight=seats.inflight,
+        probation=0,  # its machines come by their owner's invite, not as strangers
         save_every=job.save_every,
         save_last=False,
         staleness=seats.staleness,
@@ -467,6 +474,14 @@ def forecast_exact(
     run = ExactRun(job, presences, start_s, seed)
     run.play(horizon_s, progress)
     return run.history(seed, horizon_s)
+
+
+def _handled_values(task: m.Task, inputs: Sequence[Blob]) -> int:
+    """Values of the gradient that a task of a round reads or writes: as many as the gradient has, for all tasks of a kind together."""
+    if isinstance(task, m.Cut):
+        return int(task.bounds[-1] - task.bounds[0])
+    parts = inputs[: len(task.sums)] if isinstance(task, m.Gather) else inputs
+    return sum(map(part_values, parts))
 
 
 def _key(peer: m.Peer) -> int:

@@ -88,15 +88,15 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
             case m.Cut():
                 return encode_s(travel.averaging, task.bounds[-1] - task.bounds[0])
             case m.AddRow() | m.Add():  # parts as long as their sum
-                received = sum(map(_values, inputs))
+                received = sum(map(part_values, inputs))
                 return decode_s(travel.averaging, received) + encode_s(travel.averaging, received / len(inputs))
             case m.Gather():
-                return decode_s(travel.averaging, sum(map(_values, inputs[: len(task.sums)])))
+                return decode_s(travel.averaging, sum(map(part_values, inputs[: len(task.sums)])))
         return 0.0
 
 
-def _values(blob: tuple[object, ...]) -> int:
-    """Of a part or sum; 0 of what was found bad."""
+def part_values(blob: tuple[object, ...]) -> int:
+    """Of a round's part or sum; 0 of what was found bad."""
     match blob:
         case ("part", _, int(low), int(high), *_):
             return high - low
