@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from shoal.transport.streams.channel import UNSENT_BYTES, UNSENT_MOST_BYTES, UNSENT_S, Sent, Uplink, _info, _take_ahead
+from shoal.transport.streams.congestion import PathWindow
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 
@@ -159,6 +160,7 @@ def test_the_system_takes_as_much_bulk_as_it_sends_in_a_moment() -> None:
             other.recv(1 << 16, socket.MSG_WAITALL)
             assert _info(sock).delivered_bytes >= 1 << 16, "acknowledged"
             assert _info(sock).rate_Bps > 0, "the loopback carries gigabytes per second"
+            assert _info(sock).again == 0, "and loses nothing"
 
 
 @linux
@@ -189,6 +191,35 @@ def test_bulk_of_several_connections_passes_the_uplink_in_turn_and_one_that_brea
         for thread in threads:
             thread.join(60)
     assert tuple(received) == sizes and failed.wait(60)
+
+
+@linux
+def test_a_connection_whose_way_is_full_leaves_its_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    uplink, received, nbytes = Uplink(), [0, 0], 4 << 20
+    full: list[PathWindow] = []
+    room_bytes = PathWindow.room_bytes
+    monkeypatch.setattr(PathWindow, "room_bytes", lambda one, nbytes: 0 if one in full else room_bytes(one, nbytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        threads = []
+        for index in range(2):
+            sock = socket.create_connection(listener.getsockname())
+            sock.setblocking(False)
+            connection = Connection(sock, fail)
+            uplink.join(connection)
+            full.append(uplink._sent[connection].path)
+            connection.steps = uplink.write(connection, memoryview(bytes(nbytes)))
+            other = stack.enter_context(listener.accept()[0])
+            threads.append(threading.Thread(target=_drain, args=(other, received, index)))
+            engine.post(partial(engine.adopt, connection))
+        full.pop()  # the second has room
+        for thread in threads:
+            thread.start()
+        engine.start()
+        threads[1].join(60)
+        assert received == [0, nbytes], "the first, which came first, is passed over"
+        full.clear()
+        threads[0].join(60)
+    assert received == [nbytes, nbytes]
 
 
 def _drain(sock: socket.socket, received: list[int], index: int) -> None:

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shoal.transport.streams.busy_rate import BusyRate
-from shoal.transport.streams.congestion import Acknowledged, PathSample, Restarts, UplinkWindow
+from shoal.transport.streams.congestion import Acknowledged, PathSample, PathWindow, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.send_queue import RankTurns
 
@@ -38,8 +38,8 @@ BBR = b"bbr"
 # And four round trips without an acknowledgement: that line carries nothing, and the others do not wait for it
 SILENT_S = 0.2
 # Of Linux's tcp_info: a segment's bytes; segments on their way, and acknowledged out of turn; ms since the last acknowledgement; round
-# trip in us; bytes acknowledged, and unsent; the shortest round trip; bytes per second
-TCP_INFO = struct.Struct("16xI4xII24xI8xI48xQ16xII8xQ")
+# trip in us; segments sent again; bytes acknowledged, and unsent; the shortest round trip; bytes per second
+TCP_INFO = struct.Struct("16xI4xII24xI8xI28xI16xQ16xII8xQ")
 
 
 class Sent:
@@ -48,7 +48,7 @@ class Sent:
     def __init__(self, delivered_bytes: int) -> None:
         self.written_bytes = self.delivered_bytes = delivered_bytes
         self.unsent_bytes = UNSENT_BYTES  # that the system takes
-        self.restarts = Restarts()
+        self.restarts, self.path = Restarts(), PathWindow()
         self.stuck_since = 0.0  # nothing of what is on its way has been delivered; 0: nothing is on its way
 
 
@@ -101,17 +101,29 @@ class Uplink:
         """0: it is not this connection's turn, and it is woken then; or there is no room, and it looks again soon."""
         if connection not in self._sent:
             return QUANTUM_BYTES
-        if connection not in self._waiting:
-            self._waiting.append(connection)
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_S:
             self._measure(now)
+        path_room = self._path_room_bytes(connection)
+        if not path_room:
+            self._end_turn(connection)
+            connection.resume_at = now + RESUME_S
+            return 0
+        if connection not in self._waiting:
+            self._waiting.append(connection)
         if self._next() is not connection:
             return 0
-        room = self._window.room_bytes(self._outstanding_bytes)
+        room = min(path_room, self._window.room_bytes(self._outstanding_bytes))
         if not room:
             connection.resume_at = now + RESUME_S
         return min(room, PIECE_BYTES) if len(self._waiting) > 1 else room
+
+    def _path_room_bytes(self, connection: Connection) -> int:
+        """0: its way is full, and others go before it."""
+        sent = self._sent.get(connection)  # None: just found to be closed
+        if sent is None:
+            return QUANTUM_BYTES
+        return sent.path.room_bytes(sent.written_bytes - sent.delivered_bytes)
 
     def _end_turn(self, connection: Connection) -> None:
         if connection in self._waiting:
@@ -150,7 +162,9 @@ class Uplink:
         self._window.acknowledged(lately, now)
         room = self._window.is_roomy(self._outstanding_bytes)
         for connection, sent, info in infos:
-            path = PathSample(info.delivered_bytes, info.trip_us / 1e6, info.base_us / 1e6, info.unsent_bytes > 0, room)
+            waits, trip_s, base_s = info.unsent_bytes > 0, info.trip_us / 1e6, info.base_us / 1e6
+            path = PathSample(info.delivered_bytes, trip_s, base_s, waits, room, info.again)
+            sent.path.look(path, sent.written_bytes - info.delivered_bytes, now)
             if sent.restarts.look(path, now):
                 restart(connection.sock)
             _fail_if_stuck(connection, sent, info, now)
@@ -175,6 +189,7 @@ class Info(NamedTuple):
     unacked: int  # segments
     silent_ms: int  # since the last acknowledgement
     trip_us: int
+    again: int  # segments sent once more
     delivered_bytes: int
     base_us: int  # the shortest round trip
     rate_Bps: int
@@ -184,8 +199,9 @@ class Info(NamedTuple):
 def _info(sock: socket.socket) -> Info:
     """What arrived behind a lost segment is delivered, too: at 0.1 % loss one connection had 0.8 of its rate without it."""
     fields = TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
-    segment_bytes, unacked, early, silent_ms, trip_us, acked_bytes, unsent_bytes, base_us, rate_Bps = fields
-    return Info(unacked, silent_ms, trip_us, acked_bytes + early * segment_bytes, base_us, rate_Bps, unsent_bytes)
+    segment_bytes, unacked, early, silent_ms, trip_us, again, acked_bytes, unsent_bytes, base_us, rate_Bps = fields
+    delivered_bytes = acked_bytes + early * segment_bytes
+    return Info(unacked, silent_ms, trip_us, again, delivered_bytes, base_us, rate_Bps, unsent_bytes)
 
 
 def is_acknowledged(sock: socket.socket) -> bool:

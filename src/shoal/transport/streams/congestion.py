@@ -6,8 +6,8 @@ byte, and the sender keeps within a window that follows the round trip of its ow
 w <- w * (base + allowance) / rtt. FAST allows a number of packets in the queues; here the allowance is a time, as control waits for
 that long. The base is measured again from time to time, with a small window.
 
-`UplinkWindow` is for channel.py: TCP connections of their own to each peer, which share this machine's uplink. Both decide only: no
-clock, no socket.
+`UplinkWindow` and `PathWindow` are for channel.py: TCP connections of their own to each peer, which share this machine's uplink, and each
+receiver's downlink with the connections of other machines. All decide only: no clock, no socket.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ RESTART_ROUNDS = 2  # round trips in which a way could have carried more
 RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
 ROOMY = 0.75  # of the window
 LONG_ROUND = 3.0  # times what a round takes at least
+# Of queue on one way. Acknowledgements wait in the receiver's uplink and in this machine's downlink, which no window of this way empties
+PATH_ALLOWED_S = 0.1
+QUEUED_BYTES = 64 << 10  # that every connection may have in a full way beside that: so they get as much as one another
+# Of the best rate, less than as many senders would leave, for so long and without a lost byte: what looks like a queue is a longer way
+POOR, POOR_S = 1 / 16, 10.0
 FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
 FOREIGN_S = 30.0  # after which that is looked at again
 
@@ -119,13 +124,15 @@ class Acknowledged(NamedTuple):
 
 
 class PathSample(NamedTuple):
-    """Of one connection, at one moment. `waits`: bytes wait unsent in the system. `room`: the uplink carries more."""
+    """Of one connection, at one moment. `waits`: bytes wait unsent in the system. `room`: the uplink carries more. `again`: segments that
+    have been sent once more."""
 
     delivered_bytes: int
     trip_s: float
     base_s: float
     waits: bool
     room: bool
+    again: int = 0
 
 
 class Restarts:
@@ -158,6 +165,70 @@ class Restarts:
         self._pause_s = RESTART_S if useful else min(RESTART_MOST_S, 2 * self._pause_s)
         self._again_at, self._before_Bps, self._rounds = now + self._pause_s, rate_Bps, 0
         return True
+
+
+class PathWindow:
+    """How many bytes of one connection may be on their way, so that the senders to one receiver do not overflow its line together.
+
+    BBR looks for the rate of a way by overrunning it, and what the uplink's window allows to several such ways is more than one of them
+    holds. Here as in FAST TCP w <- w * (base + allowance) / trip + QUEUED_BYTES, by halves: N connections whose only narrow place is one
+    line keep N * QUEUED_BYTES in its buffer beside the allowance. While there is no queue the window grows by half in a round trip."""
+
+    def __init__(self) -> None:
+        self.size_bytes = math.inf  # until there is a queue: the system looks for the rate of a new connection
+        self._used = False  # all of the window was, in this round
+        self._began: tuple[float, int] | None = None  # the round: when, and delivered until then
+        self._trips_s: list[float] = []  # in this round
+        self._best_Bps = 0.0
+        # Since when all of the window was used and nothing was sent again; what was delivered until then, and sent again
+        self._steady = (0.0, 0, 0)
+        self._longer_s = 0.0  # of the queue: the way has become longer
+
+    def room_bytes(self, outstanding_bytes: int) -> int:
+        """Bytes that may be sent beside those. 0: wait for acknowledgements."""
+        room = self.size_bytes - outstanding_bytes
+        if room >= LEAST_BYTES:
+            return int(min(room, FIRST_BYTES))
+        self._used = True
+        return 0
+
+    def look(self, sample: PathSample, outstanding_bytes: int, now: float) -> None:
+        if self._began is None:
+            self._began = now, sample.delivered_bytes
+        began, delivered_bytes = self._began
+        self._trips_s.append(sample.trip_s)
+        # What was allowed before shows after a round trip; of a queue of seconds not all is waited for
+        if now - began < max(ROUND_S, min(sample.trip_s, MOST_TRIPS * (sample.base_s + self._longer_s))):
+            return
+        trip_s = statistics.median_low(self._trips_s)
+        self._longer_s = min(self._longer_s, max(0.0, trip_s - sample.base_s))
+        self._best_Bps = max(self._best_Bps, (sample.delivered_bytes - delivered_bytes) / (now - began))
+        self._look_for_a_longer_way(sample, now)
+        self._follow(trip_s, sample.base_s + self._longer_s, outstanding_bytes)
+        self._began, self._trips_s, self._used = (now, sample.delivered_bytes), [], False
+
+    def _follow(self, trip_s: float, base_s: float, outstanding_bytes: int) -> None:
+        allowed_s = base_s + PATH_ALLOWED_S
+        if math.isinf(self.size_bytes):
+            if trip_s <= allowed_s:
+                return
+            self.size_bytes = max(LEAST_WINDOW_BYTES, outstanding_bytes)
+        wanted = self.size_bytes * allowed_s / max(trip_s, base_s, 1e-6) + QUEUED_BYTES
+        if trip_s < base_s + PATH_ALLOWED_S / 4:
+            wanted = max(wanted, self.size_bytes * FIRST_GROWTH)
+        if self._used or wanted < self.size_bytes:
+            self.size_bytes = max(LEAST_WINDOW_BYTES, (self.size_bytes + wanted) / 2)
+
+    def _look_for_a_longer_way(self, sample: PathSample, now: float) -> None:
+        """The system remembers the shortest round trip for five minutes."""
+        since, delivered_bytes, again = self._steady
+        if not self._used or sample.again != again:
+            self._steady = now, sample.delivered_bytes, sample.again
+        elif now - since >= POOR_S:
+            if sample.delivered_bytes - delivered_bytes < POOR * self._best_Bps * (now - since):
+                self._longer_s = max(0.0, min(self._trips_s) - sample.base_s)
+                self._best_Bps = 0.0
+            self._steady = now, sample.delivered_bytes, sample.again
 
 
 class UplinkWindow:
