@@ -32,7 +32,7 @@ LONGEST = 192  # microbatches that are played; a longer step is extended from th
 # A longer step is played with this many windows of every owner in the half, up to MOST_PLAYED microbatches. Of 16 owners with 12 and 6
 # microbatches each, steps of 512 came out up to 20 % off, either way: nothing shows there what a window does
 WINDOWS, WIDEST, MOST_PLAYED = 2, 16, 1024
-# Steps that warm up such a one, and as many that are timed, of so many machines at most; of more, one
+# Steps that warm up such a one, and as many that are timed, of so many machines at most; of more, one. A comparison does with one
 SETTLED, SETTLED_MOST = 3, 32
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
 # At least so many with delays that differ: the second and third step are up to 40 % longer than those of a settled run
@@ -237,12 +237,15 @@ class Play:
         self._advance(owner, m, now)
 
 
-def played(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> tuple[float, Used]:
-    """Seconds of a step's microbatches, and what they take of each device. `spread`: of delays (lines.py)."""
+def played(
+    seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0, settled: int = SETTLED
+) -> tuple[float, Used]:
+    """Seconds of a step's microbatches, and what they take of each device. `spread`: of delays (lines.py). `settled`: steps that warm a
+    long one up, and as many that are timed."""
     if seats.microbatches <= LONGEST:
         return _timed(Play(seats, cluster, rng, spread), seats.microbatches, ROUNDS_LEAST if spread else 1)
     longest = _longest(seats)
-    least = SETTLED if len(seats.members) <= SETTLED_MOST else 1
+    least = settled if len(seats.members) <= SETTLED_MOST else 1
     if seats.microbatches <= longest:
         return _timed(Play(seats, cluster, rng, spread), seats.microbatches, least)
     whole_s, used = _timed(Play(seats, cluster, rng, spread), longest, least)

@@ -19,7 +19,7 @@ from shoal.core.allreduce.layout import owned
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, rough_averaging_s
-from shoal.planner.prediction.play import Used, played
+from shoal.planner.prediction.play import SETTLED, Used, played
 from shoal.planner.prediction.seats import Seats, handed_bytes, hop_s, line_rates, of_group, request_bytes
 
 WEIGHTED_GAIN = 1.05  # so much longer must a round of even owners take, or they stay even
@@ -40,9 +40,12 @@ class Step(msgspec.Struct, frozen=True):
     bottleneck: str
 
 
-def predict(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0) -> Step:
-    """Seconds of a step, where they go, and what limits it. `spread`: by which share of a link's delay its messages' differ (lines.py)."""
-    microbatches_s, used = played(seats, cluster, rng, spread)
+def predict(
+    seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float = 0.0, settled: int = SETTLED
+) -> Step:
+    """Seconds of a step, where they go, and what limits it. `spread`: by which share of a link's delay its messages' differ (lines.py).
+    `settled`: steps that warm a long one up (play.py)."""
+    microbatches_s, used = played(seats, cluster, rng, spread, settled)
     averaging_s, averaged_bytes = averaging(seats, cluster)
     averaging_s += seats.averaging_codec_s
     delay_s = cluster.delay_s[np.ix_(seats.members, seats.members)]

@@ -21,7 +21,7 @@ from shoal import units
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction import wiring
 from shoal.planner.prediction.seats import Seats
-from shoal.planner.prediction.step import predict, weighted
+from shoal.planner.prediction.step import Step, predict, weighted
 from shoal.planner.strategy import inflight
 from shoal.planner.strategy.choices import chosen
 from shoal.planner.strategy.describing import described
@@ -67,7 +67,7 @@ def decide(
         stages = 1
     counts = [stages] if stages is not None else candidates(problem)
     # One seed for every play: the same placement has the same predicted step, whatever was searched before.
-    search = _Search(problem, int(rng.integers(1 << 32)), budget, counts)
+    search = _Search(problem, int(rng.integers(1 << 32)), budget, counts, {})
     played, refusals = search.options(_begun(problem, known) if known else [])
     if not played:
         raise ValueError(min(refusals, key=lambda refusal: refusal.lacks_bytes).text)
@@ -88,6 +88,7 @@ class _Search(NamedTuple):
     seed: int
     budget: int
     counts: list[int]  # numbers of stages
+    known: dict[Seats, Step]  # what was played: problems that lack a relaxation find the same placements again
 
     def options(self, starts: list[Option]) -> tuple[list[Option], list[Refusal]]:
         """Played options, the best first, and why numbers of stages are impossible. A relaxed problem is searched from the best
@@ -131,7 +132,11 @@ class _Search(NamedTuple):
         return self._wired(self._played(_weighted(self.problem, option)))
 
     def _played(self, option: Option) -> Option:
-        step = predict(option.seats, self.problem.cluster, np.random.default_rng(self.seed))
+        step = self.known.get(option.seats)
+        if step is None:
+            step = self.known[option.seats] = predict(
+                option.seats, self.problem.cluster, np.random.default_rng(self.seed)
+            )
         return msgspec.structs.replace(option, step=step)
 
     def _paced(self, options: list[Option]) -> list[Option]:
@@ -141,7 +146,7 @@ class _Search(NamedTuple):
 
     def _with_best_number(self, option: Option) -> Option:
         def seconds(seats: Seats, cluster: Cluster) -> float:
-            return predict(seats, cluster, np.random.default_rng(self.seed)).step_s
+            return predict(seats, cluster, np.random.default_rng(self.seed), settled=1).step_s
 
         other = None if option.seats.inflight else inflight.best(self.problem, option, seconds)
         if other is None:
