@@ -151,7 +151,8 @@ def test_adding_up_goes_beside_hops_only_with_delayed_updates(staleness: int) ->
 def test_a_forecasts_machines_are_no_strangers() -> None:
     """They come by their owner's invite, and newcomers get their share at once. On probation eight runs with kills were forecast up to
     14.3 % too few samples by the other forecast."""
-    assert case_of(a_job(4), 4, 0).settings.probation == 0
+    job = msgspec.structs.replace(a_job(4), settings=m.Settings(stages=2, microbatches=16, steps=1, probation=16))
+    assert case_of(job, 4, 0).settings.probation == 0
 
 
 def test_no_majority_is_said_in_words_by_message() -> None:

@@ -99,11 +99,12 @@ def test_ways_of_unlike_length_share_a_line() -> None:
 
 
 def test_what_others_leave_is_used_at_once() -> None:
-    receiver = Receiver(0.1, 0.1, 0.1)
+    receiver = Receiver(*[0.4] * 8)
     receiver.run(10.0)
-    receiver.senders[0].active = receiver.senders[1].active = False
-    receiver.run(1.5)
-    assert receiver.run(2.0)[2] > 0.95
+    for sender in receiver.senders[1:]:
+        sender.active = False
+    receiver.run(4.0)
+    assert receiver.run(1.0)[0] > 0.95
 
 
 def test_a_window_without_a_queue_is_open_and_one_that_is_not_used_does_not_grow() -> None:
