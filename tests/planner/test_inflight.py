@@ -54,7 +54,7 @@ def test_a_number_that_does_not_pay_leaves_the_run_to_itself() -> None:
 
 
 def test_no_placement_is_played_twice_in_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Problems that lack a relaxation find the same placements again: plans of 64 machines took twice as long."""
+    """Problems that lack a relaxation find the same placements again."""
     played: list[Seats] = []
 
     def predicted(
