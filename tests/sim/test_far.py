@@ -15,7 +15,7 @@ from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 
 MB = 1_000_000
-FAR_S = 0.6  # from it to the others, one way
+FAR_S = 0.65  # from it to the others, one way
 COMES_S = 10.0
 JOINER = "p4.0"
 
@@ -29,7 +29,7 @@ class Far(Wire, frozen=True, kw_only=True):
 
 def joined() -> tuple[list[str], bool, float]:
     """What the joiner said of its state, whether it became a member, and what a step took before it came."""
-    settings = m.Settings(stages=1, microbatches=4, steps=130, peers=4, inflight=8, save_last=False)
+    settings = m.Settings(stages=1, microbatches=4, steps=150, peers=4, inflight=8, save_last=False)
     lines = (LineRates(100.0 * MB, 100.0 * MB),) * 4 + (LineRates(1.5 * MB, 1.5 * MB),)
     case = Case(
         scenario=Scenario(name="plain", delay_s=(0.002, 0.002), backward=2.0), seed=1, settings=settings, peers=4,

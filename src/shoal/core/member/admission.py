@@ -74,8 +74,9 @@ class Admission:
         self.find_at, self._roster.outside = None, False
 
     def seek(self, now: float) -> None:
-        """No view lists this peer any more: it asks to be admitted again."""
-        self.find_at, self._roster.outside = now, True
+        """No view lists this peer any more: it asks to be admitted again. If it asks already, it keeps its pause: a newcomer is sent dozens
+        of views that it missed, and a run commits several a second."""
+        self.find_at, self._roster.outside = now if self.find_at is None else self.find_at, True
         self.known = self.known or self._roster.others()
 
     def _request(self) -> list[Command]:
