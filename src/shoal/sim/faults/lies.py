@@ -50,10 +50,11 @@ class Lies(Generic[Value]):
     ) -> None:
         self.name, self._settings, self._view, self._heavy, self._books = name, settings, view, heavy, books
         self._frozen: m.Heartbeat | None = None
+        self._turn = 0
         self._changes: dict[str, Callable[[m.Message], m.Message | None]] = {
             "mute": self._without(m.ReduceChunk, m.GatherChunk),
             "withhold": self._without(*ANSWERS),
-            "idle": self._without(m.Forward, m.Backward, m.Recall, m.Cancel, m.Query),
+            "idle": self._idle, "wander": self._wander,
             "held": self._held, "frozen": self._freeze, "hollow": self._hollow, "books": self._book, "gone": self._gone,
             "sums": self._sums, "norm": self._norm, "digest": self._digest, "busy": self._busy, "missing": self._missing,
             "refuse": self._refuse, "coming": self._coming, "far": self._far, "loss": self._loss, "rate": self._rate, "lazy": self._lazy,
@@ -73,6 +74,19 @@ class Lies(Generic[Value]):
 
     def _without(self, *kinds: type[m.Message]) -> Callable[[m.Message], m.Message | None]:
         return lambda message: None if isinstance(message, kinds) else message
+
+    def _idle(self, message: m.Message) -> m.Message | None:
+        """It does nothing for its own microbatches."""
+        return None if isinstance(message, m.Forward | m.Backward | m.Recall | m.Cancel | m.Query) else message
+
+    def _wander(self, message: m.Message) -> m.Message | None:
+        """Nor does it, and each time that it is asked it waits for another server, it says."""
+        view = self._view()
+        if not isinstance(message, m.Booker) or message.peer or not message.at or view is None:
+            return self._idle(message)
+        others = [one.peer for one in view.members if one.stage == message.stage and one.peer != self.name]
+        self._turn += 1
+        return replace(message, at=others[self._turn % len(others)]) if others else message
 
     def _overflow(self, message: m.Message, values: tuple[Value, ...]) -> tuple[Value, ...]:
         """Finite, and so large that whatever is made of it is not."""
