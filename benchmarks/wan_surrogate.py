@@ -2,9 +2,9 @@
 
     python benchmarks/wan_surrogate.py [--lines 50,regions] [--seeds 2] [--steps 3] [--inflight 0] [--parts]
 
-For each line and seed: microbatches per second over the plain socket's bound with our windows, with BBR alone, and over lines that no
-transport beats (`fluid`); how long tensors are on their way; segments sent again. `--parts`: also where each uplink spends a step, as in
-wan/account.py. Value: the smallest ratio of our windows to `fluid`.
+For each line and seed: microbatches per second over the plain socket's bound with our windows, with BBR alone, and over a perfect
+transport's lines (`fluid`); how long tensors are on their way; segments sent again. `--parts`: also where each uplink spends a step, as
+in wan/account.py. Value: the smallest ratio of our windows to `fluid`.
 
 The play is the planner's, so routes, replicas and the number in flight are core's. Between two steps there are AGREEING_S without bulk.
 Compare variants here and believe them on real lines only: what is lost costs a round trip here, and seconds there.
@@ -202,7 +202,7 @@ def main() -> None:
     means = {key: statistics.mean(row["ratio"] for row in each) for key, each in rows.items()}
     worst = min(means[f"{name} windows"] / means[f"{name} fluid"] for name in asked.lines.split(","))
     setting = {"inflight": asked.inflight, "seeds": asked.seeds, "lines": rows}
-    report("hops in the surrogate", worst, "of what no transport beats", at_least(WANTED), setting, asked.record)
+    report("hops in the surrogate", worst, "of a perfect transport", at_least(WANTED), setting, asked.record)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The planner's play (planner/prediction/play.py) says what is sent where and when
     Network     pieces of 16 KB pass the sender's uplink, the way and the receiver's downlink; their acknowledgements the receiver's uplink,
                 the way and the sender's downlink; control messages wait among both
     Flow        a connection: BBR as in Linux, and the answers of TCP_INFO, for the Uplink of channel.py, which runs unchanged on it
-    Fluid       instead of all that: lines that all pairs share max-min fairly and at once, without queues: what no transport beats
+    Fluid       instead of all that: lines that all pairs share max-min fairly and at once, without queues: a perfect transport
 
 Not modelled: processors (a host sends at once), TLS, delayed and lost acknowledgements, timeouts of TCP and of requests, joining.
 A loss costs a round trip and no more, so what loses much looks better here than on real lines.
