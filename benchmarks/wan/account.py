@@ -133,11 +133,15 @@ def account(
     hosts: dict[str, Host], counters: Counters, plain_Bps: float, tensor_bytes: int
 ) -> dict[str, dict[str, float]]:
     """By host: seconds of a step, in the mean of all steps but the first and the last."""
-    steps = sorted(set.intersection(*(set(host.begins) for host in hosts.values())))
+    began: dict[int, float] = {}  # by the first; a host that begins with what it has already is not seen to
+    for host in hosts.values():
+        for step, at in host.begins.items():
+            began[step] = min(at, began.get(step, at))
+    steps = sorted(began)
     inner = steps[1:-1] or steps[:-1]
     rows = {name: dict.fromkeys(CAUSES, 0.0) for name in hosts}
     for step in inner:
-        start, end = (min(host.begins[each] for host in hosts.values()) for each in (step, step + 1))
+        start, end = began[step], began[step + 1]
         booked = max(max(host.booked[step]) for host in hosts.values())
         carried = {name: Carried(host.sent[step], tensor_bytes) for name, host in hosts.items()}
         for (before, old), (now, new) in zip(counters.samples, counters.samples[1:], strict=False):
