@@ -48,13 +48,14 @@ def between(low: float, high: float, rng: Random) -> float:
     return float(low * (high / low) ** rng.random())
 
 
-def drawn(seed: int, steps: int) -> tuple[Case, float]:
+def drawn(seed: int, steps: int) -> tuple[SeatedCase, float]:
     """A fleet, and its links' delay."""
     rng = Random(f"forecast/{seed}")
     stages = rng.randint(1, 4)
     peers = rng.randint(max(4, 2 * stages), 16)
     ups = [between(2e6, 5e7, rng) for _ in range(peers)]
     middle_Bps, forward_s, delay_s = sorted(ups)[peers // 2], between(0.1, 0.6, rng), between(0.002, 0.12, rng)
+    stage_of = tuple(peer % stages for peer in range(peers))
     settings = Settings(
         stages=stages,
         microbatches=rng.randint(2 * peers, 6 * peers),
@@ -66,12 +67,13 @@ def drawn(seed: int, steps: int) -> tuple[Case, float]:
         save_last=False,
         heartbeat_s=HEARTBEAT_S,
         heartbeat_timeout_s=8 * HEARTBEAT_S,
-        seats=tuple(peer % stages for peer in range(peers)),
+        seats=tuple(sorted(stage_of)),
     )
     speeds = tuple(2 ** rng.uniform(-0.5, 0.5) for _ in range(peers))
     hop_s = [max(speeds[stage::stages]) * forward_s * (1 + BACKWARD) for stage in range(stages)]
     settings = msgspec.structs.replace(settings, stage_seconds=tuple(hop_s))
-    case = Case(
+    case = SeatedCase(
+        stage_of=stage_of,
         scenario=Scenario(name="fleet", delay_s=(delay_s, delay_s), backward=BACKWARD, finish_s=1e6, progress_s=1e5),
         seed=seed,
         settings=settings,
@@ -89,7 +91,7 @@ def drawn(seed: int, steps: int) -> tuple[Case, float]:
     return case, delay_s
 
 
-def job_of(case: Case, delay_s: float) -> Job:
+def job_of(case: SeatedCase, delay_s: float) -> Job:
     assert case.wire is not None
     settings, wire, peers = case.settings, case.wire, case.peers
     devices = tuple(
@@ -105,7 +107,7 @@ def job_of(case: Case, delay_s: float) -> Job:
         for slot, kind in enumerate(machines.kind_of):
             table[kind, :] = seconds[slot]
     seats = Seats(
-        settings.seats,
+        case.stage_of,
         forward,
         backward,
         (float(FP32 * values),) * stages,
@@ -116,7 +118,7 @@ def job_of(case: Case, delay_s: float) -> Job:
     )
     return Job(
         machines=machines,
-        stage_of=settings.seats,
+        stage_of=case.stage_of,
         forward_s=tables[0],
         backward_s=tables[1],
         seats=seats,
@@ -148,6 +150,16 @@ def moments(case: Case, step_s: float) -> Changes:
             away.append(peer)
             changes.append((now, peer, False))
     return changes
+
+
+class SeatedCase(Case, frozen=True, kw_only=True):
+    """A case whose peers have the seats that a plan gives them: in the order of stages (`Seats.seated`), as forecast/ takes them to be."""
+
+    stage_of: tuple[int, ...]  # by peer
+
+    def settings_of(self, key: int) -> Settings:
+        seated = sorted(range(self.peers), key=lambda peer: (self.stage_of[peer], peer))
+        return msgspec.structs.replace(super().settings_of(key), seat=seated.index(key))
 
 
 class Scheduled(Swarm):
