@@ -23,6 +23,7 @@ from shoal.forecasting.rates import Aggregated, Played, measured, model_of
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
+from shoal.planner.prediction.step import predict
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "configs" / "traces" / "aws-g4dn-spot.csv"
@@ -45,6 +46,16 @@ def a_job(peers: int = 8, stages: int = 2, save_every: int = 10) -> Job:
         tokens=1000,
         save_every=save_every,
     )
+
+
+def with_a_narrow_line(stages: int) -> Job:
+    """Of five machines the last has half the others' line."""
+    given = a_job(5, stages)
+    narrow = msgspec.structs.replace(given.machines.kinds[0], up_Bps=12.5e6, down_Bps=12.5e6)
+    machines = Machines((given.machines.kinds[0], narrow), (0, 0, 0, 0, 1), np.full((2, 2), 0.02), np.full((2, 2), 1e9))
+    seconds = {name: np.repeat(getattr(given, name), 2, axis=0) for name in ("forward_s", "backward_s")}
+    thick = msgspec.structs.replace(given.seats, gradient_bytes=(4e7,) * stages)
+    return msgspec.structs.replace(given, machines=machines, seats=thick, **seconds)
 
 
 def always(peers: int, *changes: Presence) -> list[Presence]:
@@ -121,11 +132,11 @@ def test_the_leaders_death_is_noticed_after_an_election() -> None:
 def test_a_death_after_its_part_of_the_round_costs_the_step_nothing() -> None:
     job = msgspec.structs.replace(a_job(stages=1), round_s=0.2)
     step = Played(job)(np.array(job.stage_of))
-    assert step is not None and step.reduced_s[0] < step.averaging_s
+    assert step is not None and step.exchange_s == (step.averaging_s,)
     before_s, after_s = (step.microbatches_s + share * step.averaging_s for share in (0.1, 0.99))
     runs = []
     for at_s in (before_s, after_s):
-        run = Run(job, Played(job), always(8, Presence(at_s, 3, False)), 0.0)
+        run = Run(job, Played(job), always(8, Presence(at_s, 3, False)), 0.0, begun=True)
         run.play(100.0, steps=1)
         runs.append(run.progress.began_s)
     assert runs[1] == pytest.approx(step.step_s) and runs[0] > step.step_s + job.patience.detection_s
@@ -151,13 +162,8 @@ def test_sums_over_stages_are_near_what_is_played() -> None:
 
 def test_of_machines_with_unlike_lines_a_round_takes_what_the_run_measures_and_believes() -> None:
     """One line is half as wide as the others: of even shares a round would wait for it."""
-    given = a_job(5, 1)
-    narrow = msgspec.structs.replace(given.machines.kinds[0], up_Bps=12.5e6, down_Bps=12.5e6)
-    machines = Machines((given.machines.kinds[0], narrow), (0, 0, 0, 0, 1), np.full((2, 2), 0.02), np.full((2, 2), 1e9))
-    seconds = {name: np.repeat(getattr(given, name), 2, axis=0) for name in ("forward_s", "backward_s")}
-    thick = msgspec.structs.replace(given.seats, gradient_bytes=(4e7,))
-    job = msgspec.structs.replace(given, machines=machines, seats=thick, **seconds)
-    assert measured(job.seats, job, machines.kind_of).line_rates == (25000, 25000, 25000, 25000, 12500)
+    job = with_a_narrow_line(1)
+    assert measured(job.seats, job, job.machines.kind_of).line_rates == (25000, 25000, 25000, 25000, 12500)
     step = Played(job)(np.array(job.stage_of))
     even_s = 2 * 4e7 * 4 / 5 / 12.5e6
     assert step is not None and step.averaging_s < 0.9 * even_s
@@ -275,7 +281,7 @@ def test_a_stages_last_replica_that_dies_after_its_part_of_the_round_is_not_wait
     before_s = step.microbatches_s + OPENING * step.agreeing_s
     before_s += step.averaging_s * (1.0 if moment == "agreeing" else 0.999999)
     at_s = 9 * step.step_s + before_s + (0.5 * (1 - OPENING) * step.agreeing_s if moment == "agreeing" else 0.0)
-    run = Run(job, Played(job), always(3, Presence(at_s, 1, False)), 0.0)
+    run = Run(job, Played(job), always(3, Presence(at_s, 1, False)), 0.0, begun=True)
     run.play(HOUR_S, steps=10)
     assert run.now == pytest.approx(10 * step.step_s) and list(run.crew.dead) == ["p1.1"]
     run.play(HOUR_S)
@@ -287,14 +293,77 @@ def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() 
     step = Played(job)(np.array(job.stage_of))
     assert step is not None
     at_s = step.microbatches_s + OPENING * step.agreeing_s + 0.5 * step.averaging_s
-    run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0)
+    run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0, begun=True)
     run.play(at_s + noticed_s(job) + 1e-6)
     lost = job.stage_of[1]
-    again, went_on = run.progress.exchange_s[lost], run.progress.exchange_s[1 - lost]
+    again, went_on = run.exchanges.left_s[lost], run.exchanges.left_s[1 - lost]
     assert run.progress.phase.value == "averaging" and run.progress.redo[lost] > 0 == run.progress.redo[1 - lost]
     assert went_on <= 0.5 * step.averaging_s < again
     run.play(HOUR_S, steps=1)
     assert run.progress.step == 1
+
+
+def test_an_exchange_that_begins_again_takes_what_its_own_stage_takes() -> None:
+    """The other stage's gradient takes a hundred times as long."""
+    given = a_job(8)
+    job = msgspec.structs.replace(given, seats=msgspec.structs.replace(given.seats, gradient_bytes=(4e6, 4e8)))
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None and step.exchange_s[0] < 0.3 * step.averaging_s == 0.3 * step.exchange_s[1]
+    at_s = step.microbatches_s + OPENING * step.agreeing_s + 0.5 * step.exchange_s[0]
+    run = Run(job, Played(job), always(8, Presence(at_s, 2, False)), 0.0, begun=True)
+    run.play(at_s + noticed_s(job) + 1e-6)
+    assert 0 < run.exchanges.left_s[0] < 0.3 * step.averaging_s
+    assert run.exchanges.left_s[1] == pytest.approx(
+        step.averaging_s - 0.5 * step.exchange_s[0] - noticed_s(job), abs=1e-3
+    )
+
+
+def test_until_a_death_is_noticed_the_others_do_their_part_and_no_more() -> None:
+    """Their own pace is what it was: the dead peer's part of the requests waits."""
+    job = a_job(8)
+    step = Played(job)(np.array(job.stage_of))
+    assert step is not None and noticed_s(job) > 2.0
+    run = Run(job, Played(job), always(8, Presence(1.0, 3, False)), 0.0, begun=True)
+    run.play(3.0)
+    assert run.progress.passed == pytest.approx((1.0 + 0.75 * 2.0) / step.microbatches_s)
+
+
+def test_of_a_lost_microbatch_only_the_backward_is_computed_again() -> None:
+    """A forward is a third of a hop at the first stage; the last stage's hop is its backward."""
+    job = a_job(8)
+    for slot, part in ((2, 2 / 3), (3, 1.0)):
+        run = Run(job, Played(job), always(8, Presence(1.0, slot, False)), 0.0, begun=True)
+        run.play(1.0 + 1e-9)
+        passed = run.progress.passed
+        run.play(1.0 + noticed_s(job) + 1e-6)
+        assert run.progress.redo[job.stage_of[slot]] == pytest.approx(0.25 * passed * job.microbatches * part, rel=1e-3)
+
+
+def test_in_the_first_step_no_line_is_measured_and_a_round_is_even() -> None:
+    """One stage sends no tensor before it: the first round waits for the narrow line, the others give it less."""
+    job = with_a_narrow_line(1)
+    model, planned = Played(job), np.array(job.stage_of)
+    first, later = model.first(planned), model(planned)
+    assert first is not None and later is not None and first.averaging_s > 1.1 * later.averaging_s
+    run = Run(job, Played(job), always(5), 0.0)
+    run.play(HOUR_S, steps=2)
+    assert run.now == pytest.approx(first.step_s + later.step_s)
+    planned[4] = -1
+    assert model.first(planned) == model(planned)
+
+
+def test_a_replica_with_a_narrow_line_is_asked_as_often_as_the_leader_says() -> None:
+    """Its line carries a quarter of what the stage's others compute: a step in which it had its even share would wait for it."""
+    given = with_a_narrow_line(2)
+    job = msgspec.structs.replace(given, seats=msgspec.structs.replace(given.seats, boundary_bytes=1.5e7))
+    seats = measured(job.seats, job, job.machines.kind_of)
+    assert seats.turns[:4] == (8, 8, 8, 8) and 0 < seats.turns[4] < 8
+    cluster = job.machines.cluster(list(range(5)))
+    by_turns, even = (
+        predict(each, cluster, np.random.default_rng(0), 0.1).microbatches_s
+        for each in (seats, msgspec.structs.replace(seats, turns=()))
+    )
+    assert by_turns < 0.95 * even
 
 
 @pytest.mark.parametrize(("moment", "evicted"), [("opening", True), ("averaging", True), ("agreeing", False)])
@@ -308,7 +377,7 @@ def test_a_round_waits_for_who_died_before_its_part_was_done(moment: str, evicte
         at_s = (
             step.microbatches_s + OPENING * step.agreeing_s + (0.1 if moment == "averaging" else 1.0) * step.averaging_s
         )
-    run = Run(job, Played(job), always(8, Presence(at_s + 1e-6, 3, False)), 0.0)
+    run = Run(job, Played(job), always(8, Presence(at_s + 1e-6, 3, False)), 0.0, begun=True)
     run.play(HOUR_S, steps=1)
     late_s = run.now - step.step_s
     assert (late_s > noticed_s(job)) if evicted else (late_s == pytest.approx(0.0, abs=1e-6))

@@ -53,8 +53,9 @@ class ReplicaState(msgspec.Struct):
         elif view.number > before.number + 1:
             self._owned.update(dict.fromkeys(range(len(view.owners)), view.number))
         elif (before.owners, before.members) != (view.owners, view.members):
-            indices = range(len(view.owners))
-            self._owned |= {i: view.number for i in indices if owner_of(before, i) != owner_of(view, i)}
+            was, owners = _owners(before), _owners(view)
+            was += [None] * (len(owners) - len(was))
+            self._owned |= {i: view.number for i, owner in enumerate(owners) if owner != was[i]}
 
     def speaks_for(self, index: Index, peer: Peer, number: int) -> bool:
         """Whether `peer` owns microbatch `index` and has owned it without a break since view `number`, in which it sent its request: who
@@ -137,6 +138,12 @@ def owner_of(view: View, index: Index) -> Peer | None:
     if index >= len(view.owners) or view.owners[index] >= len(view.members):
         return None
     return view.members[view.owners[index]].peer
+
+
+def _owners(view: View) -> list[Peer | None]:
+    """`owner_of` of each microbatch: every peer asks for all of them with every view."""
+    peers = [member.peer for member in view.members]
+    return [peers[at] if at < len(peers) else None for at in view.owners]
 
 
 def complain(replica: ReplicaState, peer: Peer, reason: str) -> list[Command]:

@@ -182,6 +182,15 @@ class Crew:
         )
 
     @property
+    def asked(self) -> Composition:
+        """Who is asked for hops: those who serve, and the dead until they are evicted, but for slots that have a new machine."""
+        asked = self.serving.copy()
+        for peer, lost in self.dead.items():
+            if lost.share and asked[slot_of(peer)] < 0:
+                asked[slot_of(peer)] = lost.member.stage
+        return asked
+
+    @property
     def missed(self) -> set[int]:
         """Stages whose exchange of the open round waits for a dead member."""
         return {lost.member.stage for lost in self.dead.values() if not lost.reported}

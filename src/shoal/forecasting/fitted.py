@@ -81,7 +81,7 @@ def fitted(recorded: Recorded, commits_s: Mapping[int, float], labels: Mapping[P
 
 def replayed(fit: Fitted, model: StepModel) -> float:
     """Seconds that the forecast takes for as many steps, with the run's own deaths and joins."""
-    run = Run(fit.job, model, fit.presences, 0.0)
+    run = Run(fit.job, model, fit.presences, 0.0, begun=True)  # its first step does not count
     horizon_s = fit.own.seconds
     while run.progress.step < fit.own.steps and horizon_s < 100 * fit.own.seconds:
         run.play(horizon_s, steps=fit.own.steps)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
-import numpy as np
 
 from shoal import units
 from shoal.core.leader.rules.admission import ENTER_BEATS
@@ -23,8 +22,9 @@ from shoal.core.messages import Peer
 from shoal.forecasting.arrivals import Arrivals, Bill
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.crew import Crew
+from shoal.forecasting.exchanges import Exchanges
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import StepModel, StepTime, trip_s
+from shoal.forecasting.rates import APPLIED, StepModel, StepTime, trip_s
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second
@@ -92,11 +92,10 @@ class Progress(msgspec.Struct):
     phase: Phase = Phase.GATHERING
     step: int = 0
     passed: float = 0.0
-    redo: list[float] = []  # microbatches to be computed again, by stage
+    redo: list[float] = []  # of microbatches to be computed again, by stage, in whole hops
     redo_from_s: float = 0.0  # the moment at which they begin
     redo_s: float = 0.0  # the moment until which the first of them is on its way at least
     left_s: float = NEVER  # of a phase that is neither COMPUTING nor AVERAGING
-    exchange_s: list[float] = []  # of each stage's exchange of the round that is open
     saved: int = 0
     began_s: float = 0.0  # the step
     step_s: float = NEVER  # the last one took
@@ -113,12 +112,16 @@ class Tally(msgspec.Struct):
 class Run:
     """One history. `until` plays it; every call of it is one event."""
 
-    def __init__(self, job: Job, model: StepModel, presences: Sequence[Presence], start_s: float) -> None:
+    def __init__(
+        self, job: Job, model: StepModel, presences: Sequence[Presence], start_s: float, begun: bool = False
+    ) -> None:
+        """`begun`: peers and lines are known from steps before."""
         self.job, self.model = job, model
         # A peer of the founder's machine has the casting vote: with few members it decides who can go on
         self.crew = Crew(job, next((one.slot for one in presences if one.joins), 0))
         self.now = 0.0
-        self.progress = Progress(redo=[0.0] * job.stages, exchange_s=[0.0] * job.stages)
+        self.progress = Progress(redo=[0.0] * job.stages)
+        self.exchanges = Exchanges(job.stages, APPLIED * job.round_s)  # of the round that is open
         self.parts = dict.fromkeys(Parts.__struct_fields__, 0.0)
         self.tally = Tally()
         self.stuck = ""
@@ -127,8 +130,11 @@ class Run:
         self._hash = hashlib.sha256()
         self._arrivals = Arrivals(presences, start_s, len(job.stage_of))
         self._time: StepTime | None = None  # None: a stage has nobody
+        # With the dead that are not evicted yet: until then the others get their part of the requests, and no more
+        self._asked: StepTime | None = None
         self._closing_s = 0.0  # of the open round's commit
         self._trip_s = trip_s(job)
+        self._measured = begun  # peers and lines, in a step that is done
 
     def play(
         self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
@@ -171,11 +177,11 @@ class Run:
 
     def _left_s(self) -> float:
         """Of the phase, if nothing happens meanwhile."""
-        progress, time = self.progress, self._time
+        progress, time = self.progress, self._asked
         if self.stuck:
             return NEVER
         if progress.phase is Phase.AVERAGING:
-            each = zip(self._redo_s(), progress.exchange_s, strict=True)
+            each = zip(self._redo_s(), self.exchanges.left_s, strict=True)
             return NEVER if self.crew.missed else max(redo_s + left_s for redo_s, left_s in each)
         if progress.phase is not Phase.COMPUTING:
             return NEVER if self._missed else progress.left_s
@@ -213,8 +219,8 @@ class Run:
         elif progress.phase is Phase.GATHERING:
             parts["joining" if self.bill.there >= self.job.stages else "stalled"] += seconds
         elif progress.phase is Phase.COMPUTING:
-            assert time is not None
-            self._compute(seconds, time)
+            assert time is not None and self._asked is not None
+            self._compute(seconds, time, self._asked)
         else:
             parts["waiting"] += seconds
         if progress.left_s < NEVER and not self._missed:
@@ -228,16 +234,16 @@ class Run:
         for stage in (stage for stage in range(self.job.stages) if stage not in missed):
             left_s = redo_s[stage]
             progress.redo[stage] *= 0.0 if left_s <= seconds + ROUNDING else 1.0 - seconds / left_s
-            progress.exchange_s[stage] = max(progress.exchange_s[stage] - max(seconds - left_s, 0.0), 0.0)
+            self.exchanges.advance(stage, max(seconds - left_s, 0.0))
 
-    def _compute(self, seconds: float, time: StepTime) -> None:
+    def _compute(self, seconds: float, time: StepTime, asked: StepTime) -> None:
         progress, parts, opened = self.progress, self.parts, self._open()
         if progress.passed < 1:
-            share = min(1.0, time.compute_s / time.microbatches_s)
+            share = min(1.0, asked.compute_s / asked.microbatches_s)
             parts["compute"] += opened * share * seconds
             parts["network"] += opened * (1 - share) * seconds
             parts["waiting"] += (1 - opened) * seconds
-            gained = opened * seconds / time.microbatches_s
+            gained = opened * seconds / asked.microbatches_s
             progress.passed = 1.0 if progress.passed + gained > 1 - ROUNDING else progress.passed + gained
         else:
             gained = 0.0
@@ -294,6 +300,7 @@ class Run:
         if not lost:
             return
         self._note("evicted", *(one.member.peer for one in lost))
+        self._look()
         if progress.phase in (Phase.GATHERING, Phase.LOST):
             return
         if crew.empty_stages():
@@ -309,35 +316,31 @@ class Run:
             self._move(progress.passed)
 
     def _take_over(self, passed: float, members: int) -> None:
-        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books and begin. With all that waited
-        for it they fill the pipeline again: a trip, and what more there is than its thinnest stage has replicas."""
-        progress, time = self.progress, self._time
-        if passed < 1 and time is not None:
+        """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books. They begin anew but for what is
+        booked, from the last stage down: of those that it drove last, in the second half of their trip."""
+        progress, job = self.progress, self.job
+        if passed < 1:
             progress.passed = min(progress.passed, 1 - (1 - passed) / members)
-            thinnest = min(range(self.job.stages), key=time.stage_rates.__getitem__)
-            behind = (1 - progress.passed) * self.job.microbatches - np.count_nonzero(self.crew.serving == thinnest)
-            behind_s = max(behind, 0.0) / time.stage_rates[thinnest]
-            progress.redo_s = max(progress.redo_s, self.now + 2 * self.job.delay_s + self._trip_s + behind_s)
+            trips = max(job.microbatches / members / job.seats.most_inflight, 1.0)  # one after the other
+            left = min(2 * trips * (1 - passed), 1.0) if job.stages > 1 else 1.0
+            progress.redo_s = max(progress.redo_s, self.now + 2 * job.delay_s + left * self._trip_s)
 
     def _reported(self) -> list[int]:
         """Stages that have done their part of the open round."""
-        time, progress = self._time, self.progress
-        if progress.phase is Phase.AGREEING:
+        if self.progress.phase is Phase.AGREEING:
             return list(range(self.job.stages))
-        if progress.phase is not Phase.AVERAGING or time is None:
-            return []
-        ends = zip(time.reduced_s, progress.exchange_s, strict=False)
-        return [stage for stage, (seconds, left_s) in enumerate(ends) if seconds <= time.averaging_s - left_s]
+        return self.exchanges.reported() if self.progress.phase is Phase.AVERAGING else []
 
     def _redo(self, stage: int, share: float) -> None:
         """That share of the step's microbatches. Books are asked for, then a replica that has the input is."""
         job, progress = self.job, self.progress
-        progress.redo[stage] += share * job.microbatches
+        again = float(job.again[stage])
+        progress.redo[stage] += share * job.microbatches * again
         if progress.phase is Phase.AVERAGING and self._time is not None:
-            progress.exchange_s[stage] = self._time.averaging_s
+            self.exchanges.begin(stage, self._time)
         if share:
             progress.redo_from_s = self.now + REDO_DELAYS * job.delay_s
-            progress.redo_s = max(progress.redo_s, progress.redo_from_s + float(job.hop_s[:, stage].mean()))
+            progress.redo_s = max(progress.redo_s, progress.redo_from_s + again * float(job.hop_s[:, stage].mean()))
 
     def _enter(self) -> None:
         """Joiners that hold their state serve from now on, where the rest of the step is long; else from the next step."""
@@ -388,7 +391,7 @@ class Run:
         elif progress.phase is Phase.OPENING:
             assert self._time is not None, "a stage's last replica is missed"
             progress.phase, progress.left_s = Phase.AVERAGING, NEVER
-            progress.exchange_s = [self._time.averaging_s] * self.job.stages
+            self.exchanges.open(self._time)
             self._closing_s = (1 - OPENING) * self._time.agreeing_s
         elif progress.phase is Phase.AVERAGING:
             # A replica that died after its part of the round is not waited for, even a stage's last
@@ -399,6 +402,7 @@ class Run:
     def _commit(self) -> None:
         progress, job = self.progress, self.job
         progress.step += 1
+        self._measured = True
         self.crew.egress.microbatches(self.crew.serving, 1.0)
         self.crew.egress.averaging(self.crew.serving, (joiner.member.stage for joiner in self.crew.joiners.values()))
         self._note("commit", progress.step, len(self.crew.members))
@@ -444,8 +448,10 @@ class Run:
         self._gather()
 
     def _look(self) -> None:
-        """Those who serve have changed."""
-        self._time = self.model(self.crew.serving)
+        """Those who serve have changed, or those who are asked."""
+        crew, of = self.crew, self.model if self._measured else self.model.first
+        self._time = of(crew.serving)
+        self._asked = self._time if self._time is None or not crew.dead else of(crew.asked)
 
 
 def forecast(

@@ -74,6 +74,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return np.maximum(forward_s + self.backward_s, 1e-12)
 
     @property
+    def again(self) -> Floats:
+        """By stage, the part of a hop that a lost microbatch takes. Neighbours keep its input and its gradient: it is the backward, which
+        recomputes."""
+        return np.asarray((self.backward_s / self.hop_s).mean(axis=0))
+
+    @property
     def reported_s(self) -> Floats:
         """The same as replicas report it to the leader: the last stage takes the share that a forward usually has for one of its own."""
         forward_s = self.forward_s.copy()

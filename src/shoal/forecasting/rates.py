@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from statistics import fmean
+from statistics import fmean, median
 from typing import Protocol
 
 import msgspec
@@ -22,14 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
-from shoal.core.leader.rules.lines import believed
+from shoal.core.leader.rules.lines import believed, turns_of
+from shoal.core.messages import TURNS, Add, Apply, Cut, Fetch, Gather
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
+from shoal.planner.prediction.play import LONGEST, Play
 from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
 from shoal.sim.network import LATE
+from shoal.sim.tasks.pace import SECONDS
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are all played
 FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger one is thinned to so many
@@ -39,6 +42,7 @@ PLAYS = 3
 FEW_PLAYS = 2  # of larger fleets, for which one takes seconds
 # The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
 MEAN_LATE = 1 + LATE / 2
+APPLIED = SECONDS[Apply] / sum(SECONDS[kind] for kind in (Fetch, Cut, Add, Gather, Apply))  # of a round's own tasks
 SPREAD = (MEAN_LATE - 1) / MEAN_LATE  # around that mean; without it machines that are all alike are played in lockstep
 Composition = npt.NDArray[np.int64]  # by slot: the stage that its machine serves, -1: none
 
@@ -51,8 +55,8 @@ class StepTime(msgspec.Struct, frozen=True):
     agreeing_s: float
     compute_s: float  # of microbatches_s: what the busiest stage computes; the rest is the network's
     stage_rates: tuple[float, ...]  # microbatches per second that each stage could pass
-    # Of averaging_s: when a replica of each stage has all sums, on average; (): at the end
-    reduced_s: tuple[float, ...] = ()
+    # Of averaging_s, by stage, until all its replicas have all sums, and have applied them; (): all of it
+    exchange_s: tuple[float, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -62,6 +66,10 @@ class StepTime(msgspec.Struct, frozen=True):
 class StepModel(Protocol):
     def __call__(self, composition: Composition) -> StepTime | None:
         """None: a stage has nobody."""
+        ...
+
+    def first(self, composition: Composition) -> StepTime | None:
+        """Of a run's first step, before anything is measured."""
         ...
 
 
@@ -111,6 +119,28 @@ class Played:
             known = self._known[key] = self._predicted(key, tuple(stage_of) == job.stage_of)
         return known
 
+    def first(self, composition: Composition) -> StepTime | None:
+        """Owners know no replica yet, the leader no line: turns are even, and so are shares of the round where no tensor has been sent."""
+        job, later = self._job, self(composition)
+        stage_of = tuple(composition.tolist())
+        if later is None or stage_of != job.stage_of or job.microbatches > LONGEST:
+            return later
+        slots = list(range(len(stage_of)))
+        seats, cluster = measured(job.seats, job, job.machines.kind_of), job.machines.cluster(slots)
+        seats = msgspec.structs.replace(seats, turns=())
+        if job.stages == 1:
+            seats = msgspec.structs.replace(seats, line_rates=job.seats.line_rates)
+        plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
+        microbatches_s = fmean(play.run(job.microbatches, 0.0) - play.view_s for play in plays)
+        exchange_s = self._exchange_s(seats, cluster)
+        return msgspec.structs.replace(
+            later,
+            microbatches_s=microbatches_s,
+            averaging_s=max(exchange_s),
+            compute_s=min(later.compute_s, microbatches_s),
+            exchange_s=exchange_s,
+        )
+
     def _predicted(self, key: tuple[tuple[int, int], ...], as_planned: bool) -> StepTime:
         """`as_planned`: every machine has its seat, so the plan's routes and owners hold."""
         job = self._job
@@ -132,13 +162,13 @@ class Played:
             step.agreeing_s,
             min(job.microbatches / float(compute.min()), microbatches_s),
             tuple(rates.tolist()),
-            self._reduced_s(seats, cluster),
+            self._exchange_s(seats, cluster),
         )
 
-    def _reduced_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
+    def _exchange_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
         ends_s = iter(averaging_ends(seats, cluster)[0])
         groups = [list(islice(ends_s, len(seats.replicas(stage)))) for stage in range(seats.stages)]
-        return tuple(fmean(group) for group in groups)
+        return tuple(max(group) + seats.averaging_codec_s + self._job.round_s for group in groups)
 
 
 def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
@@ -153,6 +183,8 @@ def trip_s(job: Job) -> float:
     rates, kind_of, seats = Rates(job), np.array(job.machines.kind_of), job.seats
     members = seats.members
     compute_s = sum(float(job.hop_s[kind_of[seats.replicas(stage)], stage].mean()) for stage in range(job.stages))
+    if job.stages == 1 and not seats.routes:  # owners serve themselves
+        return compute_s
     moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
     line_s = float(np.mean(1.0 / rates.line_Bps[kind_of[members]]))
     return compute_s + 2 * (2 * job.stages - 1) * job.delay_s + moved_bytes * line_s
@@ -175,11 +207,27 @@ def seats_of(job: Job, kinds: list[int], stage_of: tuple[int, ...]) -> Seats:
 def measured(seats: Seats, job: Job, kinds: Sequence[int]) -> Seats:
     """With shares of a round by the lines of these kinds, as the leader measures and believes them where no plan states them: even
     shares would take up to half as long again as a run does."""
-    if seats.line_rates:
-        return seats
-    members, lines = seats.members, [line_rate(job.machines.kinds[kind]) for kind in kinds]
-    rates = dict(zip(members, believed([lines[device] for device in members]), strict=True))
-    return msgspec.structs.replace(seats, line_rates=tuple(rates.get(device, 0) for device in range(len(kinds))))
+    rates = seats.line_rates
+    if not rates:
+        members, lines = seats.members, [line_rate(job.machines.kinds[kind]) for kind in kinds]
+        known = dict(zip(members, believed([lines[device] for device in members]), strict=True))
+        rates = tuple(known.get(device, 0) for device in range(len(kinds)))
+    return msgspec.structs.replace(seats, line_rates=rates, turns=_turns(seats, job, kinds, rates))
+
+
+def _turns(seats: Seats, job: Job, kinds: Sequence[int], rates: tuple[int, ...]) -> tuple[int, ...]:
+    """Of each device, as the leader gives them (by_line): from its line, the tensors that its stage hands on and its stage's usual pace."""
+    turns = [TURNS] * len(kinds)
+    for stage in range(seats.stages if seats.stages > 1 else 0):
+        group = seats.replicas(stage)
+        boundaries = 2 if 0 < stage < seats.stages - 1 else 1
+        pace = median(1 / float(job.reported_s[kinds[device], stage]) for device in group)
+        of_group = turns_of(
+            {str(device): rates[device] for device in group}, boundaries * seats.boundary_bytes / 1000, pace
+        )
+        for device in group:
+            turns[device] = of_group[str(device)]
+    return tuple(turns)
 
 
 class Aggregated:
@@ -201,6 +249,9 @@ class Aggregated:
         if not stage_rates.min() > 0:
             return None
         return self._step(composition, job.microbatches, stage_rates)
+
+    def first(self, composition: Composition) -> StepTime | None:
+        return self(composition)
 
     def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
         job, rates = self._job, self._rates
@@ -301,6 +352,9 @@ class Delayed:
         return msgspec.structs.replace(
             step, averaging_s=max(beside_s - step.microbatches_s, 0.0), agreeing_s=step.agreeing_s / 2
         )
+
+    def first(self, composition: Composition) -> StepTime | None:
+        return self(composition)
 
     def _line_s(self, composition: Composition, step: StepTime) -> float:
         """Seconds that the busiest line carries the step's microbatches."""

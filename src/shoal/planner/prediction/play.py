@@ -16,7 +16,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from shoal.core.messages import Member, Settings, View
+from shoal.core.messages import TURNS, Member, Settings, View
 from shoal.core.planned import Planned
 from shoal.core.trainer.choice import Choice
 from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
@@ -138,8 +138,10 @@ class Play:
         return 0.0 if self._leader is None else self.lines.farthest(self._leader, self._members)
 
     def _new_owners(self, now: float) -> dict[int, _Owner]:
+        turns = self._seats.turns
         members = tuple(
-            Member(str(device), self._seats.stage_of[device], seat=seat) for seat, device in enumerate(self._members)
+            Member(str(device), self._seats.stage_of[device], seat=seat, turns=turns[device] if turns else TURNS)
+            for seat, device in enumerate(self._members)
         )
         owners = {}
         for device in self._members:

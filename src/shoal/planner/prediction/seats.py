@@ -30,6 +30,8 @@ class Seats(msgspec.Struct, frozen=True):
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
     # Of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
     line_rates: tuple[int, ...] = ()
+    # Of TURNS, by device, that replicas with narrow lines have (core/leader/rules/lines.py); empty: all have all
+    turns: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

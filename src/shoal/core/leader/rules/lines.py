@@ -154,14 +154,15 @@ def by_line(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tu
         heartbeats = [heartbeat for peer in group if (heartbeat := facts.heartbeats.get(peer))]
         boundaries = 2 if 0 < stage < settings.stages - 1 else 1
         tensor_kB = boundaries * _median([each.tensor_bytes for each in heartbeats]) / 1000
-        turns |= _turns(
+        turns |= turns_of(
             {peer: lines.get(peer, 0) for peer in group}, tensor_kB, _median([each.rate for each in heartbeats])
         )
     return tuple(msgspec.structs.replace(one, turns=turns[one.peer]) for one in members)
 
 
-def _turns(lines: Mapping[Peer, int], tensor_kB: float, computed: float) -> dict[Peer, int]:
-    """Of one stage: its lines, kB/s, what each carries of a microbatch, and what a replica computes per second. 0: not known."""
+def turns_of(lines: Mapping[Peer, int], tensor_kB: float, computed: float) -> dict[Peer, int]:
+    """Of one stage: its lines, kB/s, what each carries of a microbatch, and what a replica computes per second. 0: not known. The
+    forecaster asks, too."""
     usual, most = _median(lines.values()), computed or math.inf
     if not usual or not tensor_kB:
         return dict.fromkeys(lines, TURNS)
