@@ -296,7 +296,7 @@ def test_a_death_in_a_round_begins_its_own_stages_exchange_again_and_no_other() 
     run = Run(job, Played(job), always(8, Presence(at_s, 1, False)), 0.0, begun=True)
     run.play(at_s + noticed_s(job) + 1e-6)
     lost = job.stage_of[1]
-    again, went_on = run.exchanges.left_s[lost], run.exchanges.left_s[1 - lost]
+    again, went_on = run.progress.exchanges.left_s[lost], run.progress.exchanges.left_s[1 - lost]
     assert run.progress.phase.value == "averaging" and run.progress.redo[lost] > 0 == run.progress.redo[1 - lost]
     assert went_on <= 0.5 * step.averaging_s < again
     run.play(HOUR_S, steps=1)
@@ -312,8 +312,8 @@ def test_an_exchange_that_begins_again_takes_what_its_own_stage_takes() -> None:
     at_s = step.microbatches_s + OPENING * step.agreeing_s + 0.5 * step.exchange_s[0]
     run = Run(job, Played(job), always(8, Presence(at_s, 2, False)), 0.0, begun=True)
     run.play(at_s + noticed_s(job) + 1e-6)
-    assert 0 < run.exchanges.left_s[0] < 0.3 * step.averaging_s
-    assert run.exchanges.left_s[1] == pytest.approx(
+    assert 0 < run.progress.exchanges.left_s[0] < 0.3 * step.averaging_s
+    assert run.progress.exchanges.left_s[1] == pytest.approx(
         step.averaging_s - 0.5 * step.exchange_s[0] - noticed_s(job), abs=1e-3
     )
 

@@ -89,6 +89,8 @@ class Phase(Enum):
 class Progress(msgspec.Struct):
     """Of the run: `passed` is the part of the step's microbatches that were computed for the first time."""
 
+    exchanges: Exchanges  # of the round that is open
+    begun: bool = False  # a step is done: peers and lines are measured
     phase: Phase = Phase.GATHERING
     step: int = 0
     passed: float = 0.0
@@ -96,6 +98,7 @@ class Progress(msgspec.Struct):
     redo_from_s: float = 0.0  # the moment at which they begin
     redo_s: float = 0.0  # the moment until which the first of them is on its way at least
     left_s: float = NEVER  # of a phase that is neither COMPUTING nor AVERAGING
+    closing_s: float = 0.0  # of the open round's commit
     saved: int = 0
     began_s: float = 0.0  # the step
     step_s: float = NEVER  # the last one took
@@ -120,8 +123,8 @@ class Run:
         # A peer of the founder's machine has the casting vote: with few members it decides who can go on
         self.crew = Crew(job, next((one.slot for one in presences if one.joins), 0))
         self.now = 0.0
-        self.progress = Progress(redo=[0.0] * job.stages)
-        self.exchanges = Exchanges(job.stages, APPLIED * job.round_s)  # of the round that is open
+        exchanges = Exchanges(job.stages, APPLIED * job.round_s)
+        self.progress = Progress(exchanges, begun=begun, redo=[0.0] * job.stages)
         self.parts = dict.fromkeys(Parts.__struct_fields__, 0.0)
         self.tally = Tally()
         self.stuck = ""
@@ -132,9 +135,7 @@ class Run:
         self._time: StepTime | None = None  # None: a stage has nobody
         # With the dead that are not evicted yet: until then the others get their part of the requests, and no more
         self._asked: StepTime | None = None
-        self._closing_s = 0.0  # of the open round's commit
         self._trip_s = trip_s(job)
-        self._measured = begun  # peers and lines, in a step that is done
 
     def play(
         self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: float = NEVER
@@ -181,7 +182,7 @@ class Run:
         if self.stuck:
             return NEVER
         if progress.phase is Phase.AVERAGING:
-            each = zip(self._redo_s(), self.exchanges.left_s, strict=True)
+            each = zip(self._redo_s(), self.progress.exchanges.left_s, strict=True)
             return NEVER if self.crew.missed else max(redo_s + left_s for redo_s, left_s in each)
         if progress.phase is not Phase.COMPUTING:
             return NEVER if self._missed else progress.left_s
@@ -234,7 +235,7 @@ class Run:
         for stage in (stage for stage in range(self.job.stages) if stage not in missed):
             left_s = redo_s[stage]
             progress.redo[stage] *= 0.0 if left_s <= seconds + ROUNDING else 1.0 - seconds / left_s
-            self.exchanges.advance(stage, max(seconds - left_s, 0.0))
+            self.progress.exchanges.advance(stage, max(seconds - left_s, 0.0))
 
     def _compute(self, seconds: float, time: StepTime, asked: StepTime) -> None:
         progress, parts, opened = self.progress, self.parts, self._open()
@@ -287,7 +288,7 @@ class Run:
         progress = self.progress
         if progress.phase is Phase.AVERAGING:
             left_s = self._left_s()  # one that waits for the dead is closed soon
-            return left_s + self._closing_s if left_s < NEVER else 0.0
+            return left_s + progress.closing_s if left_s < NEVER else 0.0
         return progress.left_s if progress.phase is Phase.AGREEING else 0.0
 
     def _evict(self) -> None:
@@ -329,7 +330,7 @@ class Run:
         """Stages that have done their part of the open round."""
         if self.progress.phase is Phase.AGREEING:
             return list(range(self.job.stages))
-        return self.exchanges.reported() if self.progress.phase is Phase.AVERAGING else []
+        return self.progress.exchanges.reported() if self.progress.phase is Phase.AVERAGING else []
 
     def _redo(self, stage: int, share: float) -> None:
         """That share of the step's microbatches. Books are asked for, then a replica that has the input is."""
@@ -337,7 +338,7 @@ class Run:
         again = float(job.again[stage])
         progress.redo[stage] += share * job.microbatches * again
         if progress.phase is Phase.AVERAGING and self._time is not None:
-            self.exchanges.begin(stage, self._time)
+            self.progress.exchanges.begin(stage, self._time)
         if share:
             progress.redo_from_s = self.now + REDO_DELAYS * job.delay_s
             progress.redo_s = max(progress.redo_s, progress.redo_from_s + again * float(job.hop_s[:, stage].mean()))
@@ -391,18 +392,17 @@ class Run:
         elif progress.phase is Phase.OPENING:
             assert self._time is not None, "a stage's last replica is missed"
             progress.phase, progress.left_s = Phase.AVERAGING, NEVER
-            self.exchanges.open(self._time)
-            self._closing_s = (1 - OPENING) * self._time.agreeing_s
+            self.progress.exchanges.open(self._time)
+            progress.closing_s = (1 - OPENING) * self._time.agreeing_s
         elif progress.phase is Phase.AVERAGING:
             # A replica that died after its part of the round is not waited for, even a stage's last
-            progress.phase, progress.left_s = Phase.AGREEING, self._closing_s
+            progress.phase, progress.left_s = Phase.AGREEING, progress.closing_s
         else:
             self._commit()
 
     def _commit(self) -> None:
         progress, job = self.progress, self.job
-        progress.step += 1
-        self._measured = True
+        progress.step, progress.begun = progress.step + 1, True
         self.crew.egress.microbatches(self.crew.serving, 1.0)
         self.crew.egress.averaging(self.crew.serving, (joiner.member.stage for joiner in self.crew.joiners.values()))
         self._note("commit", progress.step, len(self.crew.members))
@@ -449,7 +449,7 @@ class Run:
 
     def _look(self) -> None:
         """Those who serve have changed, or those who are asked."""
-        crew, of = self.crew, self.model if self._measured else self.model.first
+        crew, of = self.crew, self.model if self.progress.begun else self.model.first
         self._time = of(crew.serving)
         self._asked = self._time if self._time is None or not crew.dead else of(crew.asked)
 
