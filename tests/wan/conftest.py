@@ -1,4 +1,4 @@
-"""The laboratory of real networks, as a module."""
+"""The laboratory of real networks and its surrogate, as modules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks/wan"
 
 
-@pytest.fixture(scope="module")
-def lab() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wan_lab", FOLDER / "lab.py")
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"wan_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules["wan_lab"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[f"wan_{name}"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def lab() -> ModuleType:
+    return _module("lab")
+
+
+@pytest.fixture(scope="module")
+def surrogate() -> ModuleType:
+    return _module("surrogate")
 
 
 @pytest.fixture

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import itertools
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,18 +13,8 @@ import pytest
 
 from shoal.transport.streams import channel
 
-FOLDER = Path(__file__).parents[2] / "benchmarks/wan"
 DELAY_S = [[0.0, 0.05, 0.05], [0.05, 0.0, 0.05], [0.05, 0.05, 0.0]]
 RATES_Bps = (6.25e6, 6.25e6)  # 50 Mbit/s
-
-
-@pytest.fixture(scope="module")
-def surrogate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wan_surrogate_lines", FOLDER / "surrogate.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["wan_surrogate_lines"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +26,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class Events:
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, object]] = []
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = itertools.count()
 
-    def at(self, when: float, act: object) -> None:
+    def at(self, when: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._serial), act))
 
     def run_until(self, over: list[float], count: int) -> None:
         while len(over) < count:
             now, _, act = heapq.heappop(self._events)
-            act(now)  # type: ignore[operator]
+            act(now)
 
 
 def test_a_packet_that_would_wait_longer_than_the_buffer_is_dropped(surrogate: ModuleType) -> None:
