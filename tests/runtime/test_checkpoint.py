@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,42 @@ def test_publishing_twice_answers_the_same_and_replaces_nothing(url: str) -> Non
     assert store.catalog.open(7) == training
 
 
+def test_peers_that_name_a_place_at_once_give_it_one_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike = [storage.Storage(url) for _ in range(3)]
+    with monkeypatch.context() as before:
+        before.setattr(storage.Storage, "size", lambda self, name: None)  # none has seen another's yet
+        names = {one.place(make=True) for one in unlike}
+    assert len(names) == 1 and names == {storage.Storage(url).place(make=False)} != {""}
+    assert storage.Storage(url).names() == [storage.PLACE]
+
+
+def test_peers_of_one_place_that_publish_at_once_all_find_the_checkpoint(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        stores = [checkpoint.Store(str(tmp_path)) for _ in range(4)]
+        records = [stores[0].write_shard(step, n, 3, s) for n, s in enumerate(STATES)]
+        at_once = threading.Barrier(len(stores))
+
+        def publish(store: checkpoint.Store, step: int = step, records: list[str] = records) -> str:
+            at_once.wait()  # noqa: B023  # all threads of a step are done before the next begins
+            return store.publish(step, records, ABOUT)
+
+        with ThreadPoolExecutor(len(stores)) as threads:
+            assert set(threads.map(publish, stores)) == {stores[0].path(step)}
+        assert same(checkpoint.Store(str(tmp_path)).load(step, STATES[1]), STATES[1])
+
+
+def test_a_peer_that_is_stopped_while_it_publishes_holds_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = checkpoint.Store(str(tmp_path))
+    records = [store.write_shard(7, n, 3, s) for n, s in enumerate(STATES)]
+    monkeypatch.setattr(storage, "ALONE_S", 0.1)
+    with storage.Storage(str(tmp_path)).alone():
+        with pytest.raises(TimeoutError, match=r"another peer has been making a checkpoint visible at .* for 0\.1 s"):
+            store.publish(7, records, ABOUT)
+    assert store.publish(7, records, ABOUT) == store.path(7)
+
+
 def test_the_same_step_written_anew_replaces_the_old_one(url: str) -> None:
     store = checkpoint.Store(url)
     a_checkpoint(store, 7)
@@ -151,7 +189,7 @@ def test_drafts_of_dead_peers_are_not_published(tmp_path: Path) -> None:
     path = store.publish(7, records, ABOUT)
     files = {str(p.relative_to(path)) for p in Path(path).rglob("*") if p.is_file()}
     assert files == {*store.catalog.open(7).files, "training.json"}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-7"]
+    assert storage.Storage(str(tmp_path)).names() == [storage.PLACE, "step-7"]
 
 
 def test_records_that_are_not_one_of_each_stage_are_refused(url: str) -> None:
@@ -274,8 +312,7 @@ def test_the_newest_are_kept_and_only_this_run_is_pruned(url: str) -> None:
     assert store.prune(0) == ()
     assert store.prune(2) == (store.path(2),)
     assert [entry.step for entry in checkpoint.Catalog(url).entries() if not entry.wrong] == [10, 3, 1]
-    fs, root = fsspec.core.url_to_fs(url)
-    names = sorted(path.rsplit("/", 1)[1] for path in fs.ls(root, detail=False))
+    names = [name for name in storage.Storage(url).names() if name != storage.PLACE]
     unfinished = ".step-11.tiny.part" if store.catalog.storage.local else "step-11"
     assert names == sorted(["step-1", "step-10", "step-3", unfinished])
 
@@ -349,8 +386,7 @@ def test_what_was_given_up_does_not_take_space_from_the_next(url: str) -> None:
     a_checkpoint(store, 5)
     store.write_shard(6, 0, 3, STATES[0])
     a_checkpoint(store, 7)
-    fs, root = fsspec.core.url_to_fs(url)
-    assert sorted(path.rsplit("/", 1)[1] for path in fs.ls(root, detail=False)) == ["step-5", "step-7"]
+    assert {*storage.Storage(url).names()} - {storage.PLACE} == {"step-5", "step-7"}
 
 
 def test_no_space_leaves_the_older_ones_and_no_half_shard() -> None:
@@ -385,7 +421,7 @@ def test_no_space_on_a_local_disk_leaves_no_draft(tmp_path: Path, monkeypatch: p
         patch.setattr(storage, "written", full)
         with pytest.raises(OSError, match="No space left on device"):
             store.write_shard(7, 1, 3, STATES[1])
-    assert not [p for p in tmp_path.rglob("*") if p.is_file() and "step-5" not in p.parts]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and "step-5" not in p.parts and p.name != storage.PLACE]
     assert store.catalog.newest()[0].step == 5  # type: ignore[union-attr]
     a_checkpoint(store, 7)
     assert store.catalog.newest()[0].step == 7  # type: ignore[union-attr]

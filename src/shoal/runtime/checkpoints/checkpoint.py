@@ -152,6 +152,10 @@ class Store:
 
         ValueError: the records are not one of each stage, or a shard is not here. OSError: as the storage has it."""
         shards = _checked(step, records)
+        with self._storage.alone():  # or a peer of this place would replace what another has just made visible
+            return self._publish(step, shards, about, copies, epoch)
+
+    def _publish(self, step: int, shards: list[Record], about: About, copies: Copies, epoch: int) -> str:
         files = {name: file for shard in shards for name, file in _files_of(shard).items()}
         self.refuse_taken(step)
         ours = self.catalog.inspect(step)

@@ -7,18 +7,21 @@ launcher can look at checkpoints before anything slow begins.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import posixpath
 import shutil
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 PLACE = ".place"  # a file whose content names the place
+ALONE_S, POLL_S = 30.0, 0.02
 READ_BYTES = 8 << 20  # at a time, when every byte of a file is hashed
 
 
@@ -54,13 +57,54 @@ class Storage:
         A local copy of it is another place: it has another inode."""
         try:
             if make and self.size(PLACE) is None:
-                self.write(PLACE, [memoryview(uuid.uuid4().hex.encode())])
+                self._name_place()
             with self.open(PLACE) as handle:
                 text = handle.read(100)
             inode = os.stat(self._place(PLACE)).st_ino if self.local else 0
         except OSError:
             return ""
         return hashlib.sha256(b"%s %d" % (text, inode)).hexdigest()[:16]
+
+    def _name_place(self) -> None:
+        """Several peers may do so at once: the first one's name stays."""
+        path, name = self._place(PLACE), uuid.uuid4().hex
+        with contextlib.suppress(FileExistsError):
+            if not self.local:
+                self._fs.makedirs(self.root, exist_ok=True)
+                self._fs.pipe_file(path, name.encode(), mode="create")
+                return
+            os.makedirs(self.root, exist_ok=True)
+            draft = f"{path}.{name}.tmp"
+            try:
+                with open(draft, "wb") as handle:
+                    handle.write(name.encode())
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                os.link(draft, path)  # refuses where a rename would replace
+            finally:
+                os.unlink(draft)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Of local storage: one process or thread after the other is inside, of all that reach this place. One that dies lets go.
+
+        TimeoutError: another one stays inside."""
+        if not self.local or not self.place(make=True):
+            yield
+            return
+        with open(self._place(PLACE), "rb+") as handle:  # writable: NFS locks nothing else
+            until = time.monotonic() + ALONE_S
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise TimeoutError(
+                            f"another peer has been making a checkpoint visible at {self.url} for {ALONE_S:g} s"
+                        ) from None
+                    time.sleep(POLL_S)
+            yield
 
     def free_bytes(self) -> int | None:
         """Left on its disk; None: not known."""
