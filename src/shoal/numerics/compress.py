@@ -14,7 +14,7 @@ a little; then 16 levels per group. The signs are a bent function: a constant gr
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -209,7 +209,7 @@ def int4_encode(flat: Tensor) -> Tensor:
     rows = flat.view(codec.INT4_BLOCK, groups) if count else flat.view(codec.INT4_BLOCK, 0)
     data = flat.new_empty((2 + _HALF) * groups, dtype=torch.uint8)
     scales, packed = data[: 2 * groups].view(torch.bfloat16), data[2 * groups :].view(_HALF, groups)
-    signs = _signs(flat)
+    signs = _signs(flat.device)
     for start, stop in _columns(flat, groups):
         rotated = _rotate(rows[:, start:stop] * signs)
         scale = rotated.abs().amax(0).to(torch.bfloat16)
@@ -217,8 +217,8 @@ def int4_encode(flat: Tensor) -> Tensor:
         scale_fp32 = scale.float()
         codes = rotated.mul_(torch.where(scale_fp32 > TINY, 7.5 / scale_fp32, 0.0)).add_(7.5).round_().clamp_(0, 15)
         codes = codes.to(torch.uint8)
-        packed[:, start:stop] = codes[:_HALF] | (codes[_HALF:] << 4)
-    if not finite(scales) or (groups and float(scales.max()) > INT4_LARGEST):
+        torch.bitwise_or(codes[:_HALF], codes[_HALF:] << 4, out=packed[:, start:stop])
+    if groups and not float(scales.max()) <= INT4_LARGEST:  # a maximum of NaN and others is NaN
         raise ValueError(f"values that are not finite, or above {INT4_LARGEST:.0e}, cannot be encoded")
     scales.masked_fill_(scales <= TINY, 0.0)
     return data
@@ -230,29 +230,33 @@ def int4_decode(data: Tensor, count: int) -> Tensor:
     scales, packed = data[: 2 * groups].view(torch.bfloat16), data[2 * groups :].view(_HALF, groups)
     flat = torch.empty(codec.INT4_BLOCK * groups, dtype=torch.float32, device=data.device)
     rows = flat.view(codec.INT4_BLOCK, groups)
-    signs = _signs(flat)
+    signs = _signs(flat.device)
     for start, stop in _columns(flat, groups):
-        codes = packed[:, start:stop]
-        rotated = torch.cat([codes & 15, codes >> 4]).float().sub_(7.5)
+        codes, rotated = packed[:, start:stop], rows.new_empty(codec.INT4_BLOCK, stop - start)
+        torch.sub(codes & 15, 7.5, out=rotated[:_HALF])
+        torch.sub(codes >> 4, 7.5, out=rotated[_HALF:])
         rotated.mul_(scales[start:stop].float() * (1 / 7.5))
-        rows[:, start:stop] = _rotate(rotated).mul_(signs)
+        torch.mul(_rotate(rotated), signs, out=rows[:, start:stop])
     return flat[:count]
 
 
 def _rotate(rows: Tensor) -> Tensor:
-    """Multiply every column (64,) by the orthonormal Hadamard matrix H64 / 8, its own inverse, as a fast transform."""
-    width = rows.shape[1]
+    """Multiply every column (64,) by the orthonormal Hadamard matrix H64 / 8, its own inverse, as a fast transform. Overwrites `rows`."""
+    width, others = rows.shape[1], torch.empty_like(rows)
     for half in (32, 16, 8, 4, 2, 1):
-        pairs = rows.reshape(-1, 2, half, width)
-        rows = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1)
-    return rows.view(codec.INT4_BLOCK, width).mul_(0.125)
+        pairs, into = rows.view(-1, 2, half, width), others.view(-1, 2, half, width)
+        torch.add(pairs[:, 0], pairs[:, 1], out=into[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=into[:, 1])
+        rows, others = others, rows
+    return rows.mul_(0.125)
 
 
-def _signs(like: Tensor) -> Tensor:
+@cache
+def _signs(device: torch.device) -> Tensor:
     """(64, 1) of +-1: the bent function b0 b1 + b2 b3 + b4 b5 of the row's number, whose Hadamard transform is flat."""
-    row = torch.arange(codec.INT4_BLOCK, device=like.device)
+    row = torch.arange(codec.INT4_BLOCK)
     parity = (row & row >> 1) & 1 ^ (row >> 2 & row >> 3) & 1 ^ (row >> 4 & row >> 5) & 1
-    return (1.0 - 2.0 * parity.to(like.dtype))[:, None]
+    return (1.0 - 2.0 * parity.float())[:, None].to(device)
 
 
 def _groups(count: int) -> int:
