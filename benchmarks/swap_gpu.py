@@ -79,7 +79,7 @@ class Case(msgspec.Struct, frozen=True):
     steps: int
     device: str
     moments: str
-    layers: int = 0  # 0: all
+    layers: int = 0  # at most; 0: all
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -130,7 +130,8 @@ def main() -> None:
         for limit in given.limits:
             for system in given.systems:
                 limit_bytes = int(units.parse(limit, "_bytes"))
-                case = Case(system, shape, limit_bytes, count, given.sequence, given.steps, given.device, given.moments)
+                what = (system, shape, limit_bytes, count, given.sequence, given.steps)
+                case = Case(*what, given.device, given.moments, given.layers)
                 found = apart(case)
                 told.append(line(case, found, profile, machine))
                 print(words(told[-1]), flush=True)
@@ -155,6 +156,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS[:3]))
     parser.add_argument("--microbatches", type=int, default=0, help="C; 0: as many as hide the loads")
     parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of a shape at most; 0: all of those for which the host has room"
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--moments", choices=("float32", "8bit"), default="float32", help="of Shoal's optimizer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -304,7 +308,7 @@ def a_config(case: Case) -> Config:
 
 def layers_that_fit(case: Case, fits: Callable[[Config], bool]) -> int:
     """The most layers of the shape for which the host has room. ValueError: not even one."""
-    low, high = 0, SHAPES[case.shape].layers
+    low, high = 0, min(case.layers or sys.maxsize, SHAPES[case.shape].layers)
     while low < high:
         middle = (low + high + 1) // 2
         if fits(a_config(msgspec.structs.replace(case, layers=middle))):
