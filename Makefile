@@ -80,7 +80,7 @@ unit:
 slow: setup
 	$(PY) -m pytest -q -m 'slow and not gpu' --timeout 900
 
-# PART: identity, sanitizer, memory, mixed, sharded, swapping, codecs; all of them if it is not set. Without a card a rehearsal on the CPU.
+# PART: identity, sanitizer, memory, mixed, run, serving, sharded, swapping, codecs; all of them if it is not set. Without a card a rehearsal on the CPU.
 gpu:
 	@$(PY) tools/first_hour.py $(PART)
 

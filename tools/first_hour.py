@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.launcher import devices
+
 ROOT = Path(__file__).parents[1]
 TESTS = (sys.executable, "-m", "pytest", "-q", "-n", "0", "--timeout", "600")
 TAIL_LINES = 30  # of a failed part's output
@@ -96,6 +98,18 @@ PARTS = (
         (*TESTS, "-m", "not gpu", "tests/runtime/test_mixed.py"),  # two replicas on the CPU
     ),
     Part(
+        "run",
+        "an ordinary run whose peers share the card: losses of the CPU within 1e-4, and a joiner without a card keeps its bits",
+        (*TESTS, "-m", "gpu", "tests/e2e/test_card.py"),
+        (*TESTS, "-m", "not gpu", "tests/e2e/test_card.py"),
+    ),
+    Part(
+        "serving",
+        "a stage on the card adds the tokens that the CPU adds, with adapters and NF4 too",
+        (*TESTS, "-m", "gpu", "tests/executor/test_serving.py"),
+        (*TESTS, "-m", "not slow and not gpu", "tests/executor/test_serving.py"),
+    ),
+    Part(
         "sharded",
         "a stage over two cards (device.count=2, NCCL): the digest of a resident replica after every update",
         (*TESTS, "-m", "gpu", "tests/executor/test_sharded.py"),
@@ -132,7 +146,8 @@ def run(parts: Sequence[Part], missing: str) -> int:
             continue
         began = time.monotonic()
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, **({} if missing else part.environment)}
+        allocator = devices.allocator(os.environ)  # as every peer has it
+        environment = {**os.environ, **allocator, "PYTHONPATH": path, **({} if missing else part.environment)}
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 @pytest.fixture
 def freed() -> Iterator[None]:
     yield
+    gc.collect()  # executors are in cycles, and their slots count against the next test's limit
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 

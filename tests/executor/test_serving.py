@@ -106,8 +106,12 @@ def test_a_card_holds_the_whole_stage_and_adds_the_tokens_of_the_cpu(
         config = msgspec.structs.replace(longer("llama", 3), model=based(longer("llama", 3), tmp_path).model)
     else:
         config = adapted("llama", tmp_path, **tune)
-    expected = greedy(peers(config), PROMPT, [None] * 3, NEW)
-    on_card = peers(msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, kind="cuda")))
+
+    def on(kind: str) -> list[Serving]:
+        return peers(msgspec.structs.replace(config, device=msgspec.structs.replace(config.device, kind=kind)))
+
+    expected = greedy(on("cpu"), PROMPT, [None] * 3, NEW)
+    on_card = on("cuda")
     for peer in on_card:
         assert all(value.is_cuda for value in (*peer._stage.model.parameters(), *peer._stage.model.buffers()))
     assert torch.equal(greedy(on_card, PROMPT, [None] * 3, NEW).cpu(), expected)
