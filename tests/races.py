@@ -203,8 +203,10 @@ class CheckedStreams:
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
 
-    def on(self, stream: str, group: int = 0, what: str = "") -> Any:
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> Any:
         return self._detector.issuing(stream)
+
+    def pace(self, stream: str) -> None: ...  # nothing may depend on it
 
     def computed(self, group: int, back: bool) -> None: ...
 

@@ -13,6 +13,7 @@ from tests.races import Detector, Watch, watch_optimizer, watch_pieces, watch_sw
 from shoal import executor
 from shoal.config import Config, Data, Device, Model, Run, Train
 from shoal.executor.base import Executor
+from shoal.executor.swap import link
 from shoal.executor.swap.swapping import Swapping
 from shoal.model.cut import inputs
 
@@ -33,6 +34,7 @@ def a_config(memory_bytes: int = 0, tied: bool = False, **train: Any) -> Config:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config) -> Executor:
+    monkeypatch.setattr(link, "PIECE_BYTES", 1024)  # several of each group
     watch_swapping(monkeypatch, detector)
     watch_optimizer(monkeypatch)
     watch_pieces(monkeypatch, detector)

@@ -15,8 +15,9 @@ import torch
 class Streams(Protocol):
     """`compute` and some others, by name."""
 
-    def on(self, stream: str, group: int = 0, what: str = "") -> AbstractContextManager[object]:
-        """Issue work to that stream inside. Of a swapping stage's copies: `what` they copy, a group's `parameters` or `sums`."""
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> AbstractContextManager[object]:
+        """Issue work to that stream inside. Of a swapping stage's copies: `what` they copy, a group's `parameters` or `sums`, and the
+        share of it."""
         ...
 
     def computed(self, group: int, back: bool) -> None:
@@ -31,6 +32,10 @@ class Streams(Protocol):
         """Later work of that stream starts after the mark; None: at once."""
         ...
 
+    def pace(self, stream: str) -> None:
+        """Later work of that stream starts when `compute` has come to here. For speed alone: no access depends on it."""
+        ...
+
     def reached(self, mark: object) -> None:
         """The calling thread waits for the mark."""
         ...
@@ -43,7 +48,7 @@ class Streams(Protocol):
 class NoStreams:
     """Synchronous copies."""
 
-    def on(self, stream: str, group: int = 0, what: str = "") -> AbstractContextManager[object]:
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> AbstractContextManager[object]:
         return nullcontext()
 
     def computed(self, group: int, back: bool) -> None: ...
@@ -52,6 +57,8 @@ class NoStreams:
         return None
 
     def wait(self, stream: str, mark: object) -> None: ...
+
+    def pace(self, stream: str) -> None: ...
 
     def reached(self, mark: object) -> None: ...
 
@@ -64,7 +71,7 @@ class CudaStreams:
     def __init__(self, *names: str) -> None:
         self._streams = {"compute": torch.cuda.current_stream(), **{name: torch.cuda.Stream() for name in names}}
 
-    def on(self, stream: str, group: int = 0, what: str = "") -> AbstractContextManager[object]:
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[stream])
 
     def computed(self, group: int, back: bool) -> None: ...
@@ -76,6 +83,9 @@ class CudaStreams:
         if mark is not None:
             assert isinstance(mark, torch.cuda.Event)
             self._streams[stream].wait_event(mark)
+
+    def pace(self, stream: str) -> None:
+        self.wait(stream, self.mark("compute"))
 
     def reached(self, mark: object) -> None:
         assert isinstance(mark, torch.cuda.Event)

@@ -30,6 +30,7 @@ class LayerGroup(NamedTuple):
     names: tuple[str, ...]  # of those that are trained
     parameters: tuple[nn.Parameter, ...]
     sums: tuple[Tensor | None, ...]  # None: an earlier group shares the parameter and adds both gradients
+    begun: Callable[[], None]  # called once a slice's inputs are on their way to the device
     ready: Callable[[], None]  # called before the sums are added to
     passes_back: bool  # an earlier unit, or another stage, needs the gradient of its input
 
@@ -88,7 +89,12 @@ class Runner:
         return tuple(name for name in (*self.shapes, *self.frozen) if name in used)
 
     def bind(
-        self, span: tuple[int, int], parameters: dict[str, nn.Parameter], slab: Tensor, ready: Callable[[], None]
+        self,
+        span: tuple[int, int],
+        parameters: dict[str, nn.Parameter],
+        slab: Tensor,
+        begun: Callable[[], None],
+        ready: Callable[[], None],
     ) -> LayerGroup:
         """A group that computes with these parameters and adds its gradients to `slab`."""
         trained = {name: value for name, value in parameters.items() if name in self.shapes}
@@ -104,12 +110,13 @@ class Runner:
         in_order = tuple(sums.get(name) for name in trained)
         earlier = (name for unit in self.row.units[: span[0]] for name in unit)
         passes_back = not self._first or any(name in self.shapes for name in earlier)
-        return LayerGroup(*span, tuple(trained), tuple(trained.values()), in_order, ready, passes_back)
+        return LayerGroup(*span, tuple(trained), tuple(trained.values()), in_order, begun, ready, passes_back)
 
     def back(self, stage: Stage, group: LayerGroup, end: BackwardInput, shared: dict[str, Tensor]) -> GroupResult:
         """Recompute one group on one slice, differentiate, add the gradients to the slab."""
         x, grad, tokens = (None if value is None else self.to_device(value) for value in end)
         assert x is not None
+        group.begun()
         variables: list[Tensor] = list(group.parameters)
         if group.passes_back:
             variables.append(x.requires_grad_())
@@ -214,4 +221,7 @@ class Trial:
                 zeros = torch.zeros(shape, dtype=dtype, device=runner.device)
                 parameters[name] = nn.Parameter(zeros, requires_grad=False)
         own = sum(runner.shapes[name].numel() for name in runner.sizes.own(start, stop))
-        return runner.bind((start, stop), parameters, torch.zeros(own, device=runner.device), lambda: None)
+        return runner.bind((start, stop), parameters, torch.zeros(own, device=runner.device), _nothing, _nothing)
+
+
+def _nothing() -> None: ...

@@ -2,12 +2,17 @@
 
 For the swapping executor. On a CUDA device loads and stores run on streams of their own beside compute. Elsewhere each copy is
 synchronous and in the same order, so that device memory holds the same tensors at each point. modelled.py counts time instead.
+
+A device has one engine for copies in each direction, whatever the streams. A group's gigabytes in one copy kept a slice's activations
+waiting, and compute with them: on an H200 not a hundredth of the copies ran beside a kernel. So they go in pieces, a share of them with
+each slice, from when its own inputs are on the device.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +20,8 @@ import torch
 from torch import Tensor
 
 from shoal.executor.streams import Streams, streams_of
+
+PIECE_BYTES = 16 << 20  # of one copy: 0.3 ms of a link of 50 GB/s
 
 
 class Segment(NamedTuple):
@@ -70,6 +77,7 @@ class HostLink:
         self._filled: list[object] = [None] * slabs  # mark: the slab may be added to
         self._stored: list[object] = [None] * slabs  # mark: the slab's sums are on the host
         self._streams: Streams = streams or streams_of(device, "loads", "stores")
+        self._waiting = {"loads": _Waiting(), "stores": _Waiting()}
 
     @property
     def nbytes(self) -> int:
@@ -82,11 +90,20 @@ class HostLink:
     def enter(self, group: int) -> None:
         """Load a group's parameters unless they are in their slot; compute waits for them."""
         self._load(group)
+        self._issue("loads")
         self._streams.wait("compute", self._loaded[group % len(self.slots)])
 
-    def prefetch(self, group: int) -> None:
-        """Start loading a group's parameters. Work with the slot's present group must have been issued before."""
-        self._load(group)
+    def prefetch(self, group: int, slices: int) -> None:
+        """Load a group's parameters while so many slices are computed. Work with the slot's present group must have been issued before."""
+        self._load(group, slices)
+
+    def begun(self) -> None:
+        """Call for each slice once its inputs are on their way to the device and before its work is issued."""
+        for stream, waiting in self._waiting.items():
+            if waiting.pieces:
+                self._streams.pace(stream)
+                self._issue(stream, -(-len(waiting.pieces) // max(1, waiting.slices)))
+                waiting.slices -= 1
 
     def computed(self, group: int, back: bool) -> None:
         """Call after issuing one slice's forward or backward pass through the group."""
@@ -95,6 +112,8 @@ class HostLink:
     def open(self, group: int, sums: Tensor | None) -> None:
         """Start a group's sums from the host's `sums` (length,); None: from zero."""
         place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
+        if self._waiting["stores"].place == place:
+            self._issue("stores")
         if sums is None:
             streams.wait("compute", self._stored[place])
             slab.zero_()
@@ -102,50 +121,107 @@ class HostLink:
             return
         streams.wait("loads", self._stored[place])
         with streams.on("loads", group, "sums"):
-            for segment in self._transfers[group].sums:
-                slab[segment.device : segment.device + segment.length].copy_(_part(sums, segment), non_blocking=True)
+            for into, source in _pieces(slab, sums, self._transfers[group].sums):
+                into.copy_(source, non_blocking=True)
         self._filled[place] = streams.mark("loads")
 
     def sums_ready(self, group: int) -> None:
         """Call before adding to the slab."""
         self._streams.wait("compute", self._filled[group % len(self.slabs)])
 
-    def close(self, group: int, into: Tensor) -> None:
-        """Copy a group's sums to the host's `into` (length,), which is valid after the pass."""
-        place, slab, streams = group % len(self.slabs), self.slab(group), self._streams
+    def close(self, group: int, into: Tensor, slices: int) -> None:
+        """Copy a group's sums to the host's `into` (length,), which is valid after the pass, while so many slices are computed."""
+        place, streams = group % len(self.slabs), self._streams
+        self._issue("stores")
         streams.wait("stores", streams.mark("compute"))
-        with streams.on("stores", group, "sums"):
-            for segment in self._transfers[group].sums:
-                _part(into, segment).copy_(slab[segment.device : segment.device + segment.length], non_blocking=True)
-        self._stored[place] = streams.mark("stores")
+        pieces = [(host, device) for device, host in _pieces(self.slab(group), into, self._transfers[group].sums)]
+
+        def stored() -> None:
+            self._stored[place] = streams.mark("stores")
+
+        self._waiting["stores"].put(group, "sums", place, slices, pieces, stored)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Work and copies are issued inside. Afterwards, also after a failure, all are done: host memory may be read and written."""
         try:
             yield
+            for stream in self._waiting:
+                self._issue(stream)
         finally:
+            for waiting in self._waiting.values():
+                waiting.drop()
             self._streams.settle()
 
     def forget(self) -> None:
         """Call after the host's parameters changed: every group is loaded again."""
         self._group_in_slot = [None] * len(self.slots)
 
-    def _load(self, group: int) -> None:
+    def _load(self, group: int, slices: int = 0) -> None:
         slot = group % len(self.slots)
-        if self._group_in_slot[slot] == group:
+        loads, streams = self._waiting["loads"], self._streams
+        if self._group_in_slot[slot] == group or (loads.pieces and loads.group == group):
             return
-        streams = self._streams
+        self._issue("loads")
         self._group_in_slot[slot] = None  # until all of this one is
         streams.wait("loads", streams.mark("compute"))
-        with streams.on("loads", group, "parameters"):
-            for source, part in zip(self._sources, self._transfers[group].weights, strict=True):
-                for segment in part:
-                    target = self.slots[slot][segment.device : segment.device + segment.length]
-                    target.copy_(_part(source, segment), non_blocking=True)
-        self._loaded[slot] = streams.mark("loads")
-        self._group_in_slot[slot] = group
-        self.loads += 1
+        pieces: list[_Copy] = []
+        for source, part in zip(self._sources, self._transfers[group].weights, strict=True):
+            pieces += _pieces(self.slots[slot], source, part)
+
+        def loaded() -> None:
+            self._loaded[slot] = streams.mark("loads")
+            self._group_in_slot[slot] = group
+            self.loads += 1
+
+        loads.put(group, "parameters", slot, slices, pieces, loaded)
+
+    def _issue(self, stream: str, most: int | None = None) -> None:
+        """The copies that wait, or the first of them."""
+        waiting = self._waiting[stream]
+        count = len(waiting.pieces) if most is None else min(most, len(waiting.pieces))
+        if count:
+            with self._streams.on(stream, waiting.group, waiting.what, count / waiting.whole):
+                for _ in range(count):
+                    into, source = waiting.pieces.popleft()
+                    into.copy_(source, non_blocking=True)
+            if not waiting.pieces:
+                waiting.done()
+
+
+_Copy = tuple[Tensor, Tensor]  # into, from
+
+
+class _Waiting:
+    """Copies of one group that are not issued yet, on one stream."""
+
+    def __init__(self) -> None:
+        self.pieces: deque[_Copy] = deque()
+        self.group, self.place, self.slices, self.whole, self.what = -1, -1, 0, 1, ""
+        self.done: Callable[[], None] = lambda: None
+
+    def put(
+        self, group: int, what: str, place: int, slices: int, pieces: Sequence[_Copy], done: Callable[[], None]
+    ) -> None:
+        """`place`: the slot or slab. `slices`: that share them. `done` is called when all are issued."""
+        self.group, self.what, self.place, self.slices, self.done = group, what, place, slices, done
+        self.pieces, self.whole = deque(pieces), max(1, len(pieces))
+        if not pieces:
+            done()
+
+    def drop(self) -> None:
+        self.pieces.clear()
+        self.place = -1
+
+
+def _pieces(device: Tensor, host: Tensor, segments: Sequence[Segment]) -> list[_Copy]:
+    """(into the device, from the host) of each, as copies of PIECE_BYTES at most."""
+    most = max(1, PIECE_BYTES // device.element_size())
+    found: list[_Copy] = []
+    for segment in segments:
+        there = device[segment.device : segment.device + segment.length]
+        found += zip(torch.split(there, most), torch.split(_part(host, segment), most), strict=True)
+    return found
 
 
 def _part(flat: Tensor, segment: Segment) -> Tensor:

@@ -31,9 +31,9 @@ class ModelledStreams:
         self._clocks = {"compute": 0.0, "loads": 0.0, "stores": 0.0}
         self.busy_s = 0.0  # of compute
 
-    def on(self, stream: str, group: int = 0, what: str = "") -> AbstractContextManager[object]:
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> AbstractContextManager[object]:
         seconds = self.groups[group]
-        self._clocks[stream] += seconds.load if what == "parameters" else seconds.store
+        self._clocks[stream] += share * (seconds.load if what == "parameters" else seconds.store)
         return nullcontext()
 
     def computed(self, group: int, back: bool) -> None:
@@ -47,6 +47,9 @@ class ModelledStreams:
     def wait(self, stream: str, mark: object) -> None:
         if isinstance(mark, float):
             self._clocks[stream] = max(self._clocks[stream], mark)
+
+    def pace(self, stream: str) -> None:
+        self.wait(stream, self.mark("compute"))
 
     def reached(self, mark: object) -> None: ...
 

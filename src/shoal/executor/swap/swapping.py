@@ -153,14 +153,14 @@ class Swapping:
                 group, stage = self._enter(index)
                 self._link.open(index, None if self._empty else self.sum)
                 if index > least:
-                    self._link.prefetch(index - 1)
+                    self._link.prefetch(index - 1, len(batch))
                 for at, (group_input, activations) in enumerate(zip(group_inputs, batch, strict=True)):
                     result = self._runner.back(stage, group, group_input._replace(x=activations[index]), shared[at])
                     self._link.computed(index, True)
                     group_inputs[at] = BackwardInput(group_input.x, result.grad, None)
                     losses.append(result.loss)  # the last group, which has the losses, runs first
                     finite.append(result.finite)
-                self._link.close(index, self._pending)
+                self._link.close(index, self._pending, len(batch))
         if not all(finite):
             raise NotFinite("the stage's gradient is not finite")
         self.sum, self._pending, self._empty = self._pending, self.sum, False
@@ -212,10 +212,12 @@ class Swapping:
         for index in range(groups):
             _, stage = self._enter(index)
             if index + 1 < len(self._groups):
-                self._link.prefetch(index + 1)
+                self._link.prefetch(index + 1, len(batch))
             for activations in batch:
                 with torch.no_grad():
-                    activations.append(self._runner.to_host(stage.forward(self._runner.to_device(activations[-1]))))
+                    x = self._runner.to_device(activations[-1])
+                    self._link.begun()
+                    activations.append(self._runner.to_host(stage.forward(x)))
                 self._link.computed(index, False)
         return batch
 
@@ -247,7 +249,7 @@ class Swapping:
                 parameters[name] = nn.Parameter(self._host.loaded(rest, name))
             rest = rest[memory.padded(parameters[name].nbytes) :]
         return self._runner.bind(
-            (start, stop), parameters, self._link.slab(index), lambda: self._link.sums_ready(index)
+            (start, stop), parameters, self._link.slab(index), self._link.begun, lambda: self._link.sums_ready(index)
         )
 
     def _transfers(self, start: int, stop: int) -> GroupTransfers:
