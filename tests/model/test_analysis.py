@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils import flop_counter
 
 from shoal import config
 from shoal.launcher.planning.problem import shape, work
@@ -25,6 +27,29 @@ def test_a_plain_decoder_counts_what_its_formula_says() -> None:
     assert (counted.boundary_bytes, counted.tokens_bytes) == (formula.boundary_bytes, formula.tokens_bytes)
     kept, guessed = counted.parts[1].activation_bytes, formula.parts[1].activation_bytes
     assert 0.5 < kept / guessed < 2
+
+
+def test_attention_is_counted_where_pytorch_counts_none_with_fewer_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of PyTorch 2.11: its formula refuses them. Numbers are those of 2.13's own."""
+    tree = config.load(None, [*SMALL, *WORK, "model.heads=4", "model.kv_heads=2"])
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    kernels = (kernel, torch.ops.aten._scaled_dot_product_flash_attention_backward)
+
+    def counted() -> list[tuple[float, float]]:
+        return [(part.flops, part.activation_bytes) for part in analysis.count(tree).parts]
+
+    ours = counted()
+
+    def refuses(*_: object, **__: object) -> int:
+        raise AssertionError("query/key/value shapes are incompatible")
+
+    with monkeypatch.context() as older:
+        for each in kernels:
+            older.setitem(flop_counter.flop_registry, each, refuses)
+        assert counted() == ours
+    with monkeypatch.context() as own:
+        own.setattr(analysis, "_counter", lambda: flop_counter.FlopCounterMode(display=False))
+        assert counted() == ours
 
 
 def test_of_a_large_vocabulary_a_slice_of_the_logits_counts_and_all_of_their_flops() -> None:

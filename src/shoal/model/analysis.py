@@ -108,7 +108,7 @@ def _count_part(parts: Parts, fake: FakeTensorMode, config: Config, place: _Plac
     shape = (token_rows(config) // slices(config), config.data.sequence)
     sizes = [value.numel() for value in model.parameters() if value.requires_grad]
     frozen_bytes = sum(value.nbytes for value in adapters.frozen(model))
-    flops, memory = FlopCounterMode(display=False), _MemoryMode()
+    flops, memory = _counter(), _MemoryMode()
     passed: dict[int, int] = {}
     hooks = [parts.blocks[index].register_forward_pre_hook(lambda *_: passed.update(memory.alive)) for index in blocks]
     with _countable(parts, name), _quiet(), fake, torch.device("meta"):
@@ -162,9 +162,29 @@ def _reference_flops(stage: HuggingFaceStage, x: Tensor) -> int:
     """Of the frozen base's forward, where preference pairs are compared with it; at the end it is within the loss."""
     if not stage.paired or stage.last:
         return 0
-    with FlopCounterMode(display=False) as flops, _MemoryMode():
+    with _counter() as flops, _MemoryMode():
         stage.reference(x)
     return int(flops.get_total_flops())
+
+
+def _counter() -> FlopCounterMode:
+    """torch's own formulas for attention of PyTorch 2.11 refuse fewer key heads than query heads."""
+    kernel, back = (
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    )
+
+    def product(query: torch.Size, key: torch.Size) -> int:
+        batch, heads, rows, width = query
+        return 2 * batch * heads * rows * key[2] * width
+
+    def forward_flops(query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
+        return 2 * product(query, key)  # the scores, and their products with the values
+
+    def back_flops(grad: torch.Size, query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
+        return 5 * product(query, key)  # the scores again, and four for the gradients
+
+    return FlopCounterMode(display=False, custom_mapping={kernel: forward_flops, back: back_flops})
 
 
 @contextmanager
