@@ -10,7 +10,10 @@ told. Reported:
 
     tokens/s        of passes, and of steps with the optimizer
     utilisation     4 forwards of every block and 3 of the head (ATOM's convention) over a pass's time, of the measured matmul rate
-    overlap         share of the time of copies between host and device during which a kernel ran (torch.profiler)
+    overlap         share of the time of copies between host and device during which a kernel ran (torch.profiler); beside it what
+                    this machine reaches with one large copy each way beside products of matrices
+    card            share of a pass in which a kernel ran, and in which neither a kernel nor a copy did: more than a little of the
+                    latter says that the host is too slow to start kernels
     peak            of the allocator, allocated and reserved, against the limit
 
 `resident` is the same model without a limit, with as many layers as the device holds. A system that is not installed, or does not
@@ -96,6 +99,8 @@ class Found(msgspec.Struct, frozen=True):
     reserved_bytes: int | None = None
     planned_bytes: int = 0
     overlap: float | None = None
+    kernels: float | None = None  # share of the pass in which one ran
+    idle: float | None = None  # share in which neither a kernel nor a copy ran
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -104,6 +109,7 @@ class Machine(msgspec.Struct, frozen=True):
     name: str
     matmul_flops: float  # per second
     link_Bps: float
+    overlap: float | None = None  # of one large copy each way beside products
 
 
 # ----------------------------------------------------------------------------------------------------------- the whole
@@ -117,12 +123,11 @@ def main() -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("PyTorch finds no CUDA device here, and this benchmark measures one: nothing was measured")
         return
-    machine = Machine(
-        device_name(torch.device(given.device)), matmul_flops(given.device), link_Bps(torch.device(given.device))
-    )
-    print(
-        f"{machine.name}: {machine.matmul_flops / 1e12:.1f} TFLOP/s of bf16 products, {machine.link_Bps / 1e9:.1f} GB/s to the host"
-    )
+    device = torch.device(given.device)
+    most = copies_beside_products() if given.device == "cuda" else None
+    machine = Machine(device_name(device), matmul_flops(given.device), link_Bps(device), most)
+    rates = f"{machine.matmul_flops / 1e12:.1f} TFLOP/s of bf16 products, {machine.link_Bps / 1e9:.1f} GB/s to the host"
+    print(f"{machine.name}: {rates}, large copies overlapped with products {share(most)}")
     told: list[dict[str, Any]] = []
     for shape in given.shapes:
         profile = analysis.count(a_config(Case("shoal", shape, 0, 1, given.sequence, 1, given.device, given.moments)))
@@ -207,6 +212,8 @@ def line(case: Case, found: Found, profile: Profile, machine: Machine) -> dict[s
         "with_optimizer": round(found.tokens / (found.pass_s + found.optimizer_s), 1),
         "utilisation": round(flops / found.pass_s / machine.matmul_flops, 4),
         "overlap": None if found.overlap is None else round(found.overlap, 3),
+        "kernels": None if found.kernels is None else round(found.kernels, 3),
+        "idle": None if found.idle is None else round(found.idle, 3),
         "peak_bytes": found.peak_bytes,
         "reserved_bytes": found.reserved_bytes,
         "planned_bytes": found.planned_bytes,
@@ -219,13 +226,17 @@ def words(told: dict[str, Any]) -> str:
     head = f"{told['system']:<10} {told['shape']:<5} {told['limit']:>9}"
     if "why_not" in told:
         return f"{head}  {told['why_not']}"
-    overlap = "not measured" if told["overlap"] is None else f"{100 * told['overlap']:.0f} %"
     peak = "not measured" if told["peak_bytes"] is None else units.size(told["peak_bytes"])
+    above = "" if told["within_limit"] else ", ABOVE THE LIMIT"
     return (
         f"{head}  {told['layers']} layers, {told['groups']} groups, C = {told['microbatches']}: {told['tokens_per_s']:,} tokens/s,"
-        f" {told['with_optimizer']:,} with the optimizer; utilisation {told['utilisation']:.3f}; copies overlapped {overlap};"
-        f" peak {peak}{'' if told['within_limit'] else ', ABOVE THE LIMIT'}"
+        f" {told['with_optimizer']:,} with the optimizer; utilisation {told['utilisation']:.3f}; copies overlapped"
+        f" {share(told['overlap'])}; kernels ran {share(told['kernels'])} of the pass, nothing {share(told['idle'])}; peak {peak}{above}"
     )
+
+
+def share(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:.0f} %"
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -285,6 +296,25 @@ def matmul_flops(device: str) -> float:
         settle(device)
         seconds.append(time.perf_counter() - before)
     return 2.0 * size**3 / statistics.median(seconds[2:])
+
+
+def copies_beside_products() -> float | None:
+    """Share of a gigabyte's copies, there and back on streams of their own, during which the card multiplies."""
+    size, streams = MATMUL["cuda"], [torch.cuda.Stream() for _ in range(2)]
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    there = [torch.zeros(1 << 30, dtype=torch.uint8, device="cuda") for _ in streams]
+    here = [torch.zeros(1 << 30, dtype=torch.uint8, pin_memory=True) for _ in streams]
+
+    def work() -> None:
+        for stream, (into, source) in zip(streams, ((there[0], here[0]), (here[1], there[1])), strict=True):
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+        for _ in range(32):
+            a @ b
+
+    work()
+    torch.cuda.synchronize()
+    return profiled(work)[0]
 
 
 def settle(device: str) -> None:
@@ -513,10 +543,10 @@ def timed(case: Case, step: Callable[[int], tuple[float, float]], one_pass: Call
     if case.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     taken = [step(WARM_UP + number) for number in range(case.steps)]
-    peak = reserved = overlap = None
+    peak = reserved = overlap = kernels = idle = None
     if case.device == "cuda":
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        overlap = profiled(one_pass)
+        overlap, kernels, idle = profiled(one_pass)
     return Found(
         tokens=case.microbatches * case.sequence,
         pass_s=statistics.median(seconds for seconds, _ in taken),
@@ -524,10 +554,13 @@ def timed(case: Case, step: Callable[[int], tuple[float, float]], one_pass: Call
         peak_bytes=peak,
         reserved_bytes=reserved,
         overlap=overlap,
+        kernels=kernels,
+        idle=idle,
     )
 
 
-def profiled(one_pass: Callable[[], object]) -> float | None:
+def profiled(one_pass: Callable[[], object]) -> tuple[float | None, float, float]:
+    """Share of the copies beside which a kernel ran; shares of the pass in which one ran, and in which nothing did."""
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -536,11 +569,11 @@ def profiled(one_pass: Callable[[], object]) -> float | None:
             torch.cuda.synchronize()
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
-        return overlap_of(json.loads(path.read_text())["traceEvents"])
+        return shares(json.loads(path.read_text())["traceEvents"])
 
 
-def overlap_of(events: Sequence[dict[str, Any]]) -> float | None:
-    """Of a Chrome trace: copies between host and device beside kernels."""
+def shares(events: Sequence[dict[str, Any]]) -> tuple[float | None, float, float]:
+    """Of a Chrome trace. See profiled."""
 
     def spans(wanted: Callable[[dict[str, Any]], bool]) -> list[Span]:
         return [
@@ -550,7 +583,14 @@ def overlap_of(events: Sequence[dict[str, Any]]) -> float | None:
     copies = spans(
         lambda event: event.get("cat") == "gpu_memcpy" and ("HtoD" in event["name"] or "DtoH" in event["name"])
     )
-    return overlapped(copies, spans(lambda event: event.get("cat") == "kernel"))
+    kernels = spans(lambda event: event.get("cat") == "kernel")
+    whole = joined([*copies, *kernels])
+    total = whole[-1][1] - whole[0][0] if whole else 0.0
+
+    def part(found: Sequence[Span]) -> float:
+        return sum(end - start for start, end in found) / total if total else 0.0
+
+    return overlapped(copies, kernels), part(joined(kernels)), 1.0 - part(whole)
 
 
 if __name__ == "__main__":

@@ -206,8 +206,6 @@ class CheckedStreams:
     def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> Any:
         return self._detector.issuing(stream)
 
-    def pace(self, stream: str) -> None: ...  # nothing may depend on it
-
     def computed(self, group: int, back: bool) -> None: ...
 
     def mark(self, stream: str) -> object:

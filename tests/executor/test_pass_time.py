@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from contextlib import AbstractContextManager
 from functools import cache
 from random import Random
 
@@ -14,7 +16,7 @@ from tests.planner.test_atom import DEVICES as GPUS
 from tests.planner.test_atom import MODELS as GPTS
 from torch import nn
 
-from shoal.executor.swap import memory
+from shoal.executor.swap import link, memory
 from shoal.executor.swap.groups import Runner
 from shoal.executor.swap.modelled import ModelledStreams, Seconds, pass_s
 from shoal.executor.swap.swapping import Swapping
@@ -145,3 +147,34 @@ def test_a_state_of_ten_times_the_limit_trains_at_85_percent_of_the_resident_spe
     resident_s = slices * 4 * sum(forward_s)
     assert streams.busy_s == pytest.approx(resident_s)
     assert resident_s / streams.now_s >= 0.85
+
+
+class Shares(ModelledStreams):
+    """Notes what is issued, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__([Seconds(0.0, 0.0, 0.0, 0.0)] * 4)
+        self.issued: list[tuple[str, str, int, float]] = []
+
+    def on(self, stream: str, group: int = 0, what: str = "", share: float = 1.0) -> AbstractContextManager[object]:
+        self.issued.append((stream, what, group, share))
+        return super().on(stream, group, what, share)
+
+    def computed(self, group: int, back: bool) -> None:
+        self.issued.append(("compute", "", group, 0.0))
+
+
+def test_a_groups_copies_are_shared_among_the_slices_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a slice's own inputs and outputs, which use the same engine of the device, wait for gigabytes."""
+    monkeypatch.setattr(link, "PIECE_BYTES", 64)
+    one, streams, slices = of_blocks(4), Shares(), 4
+    rewire(one, streams)
+    run(one, slices)
+    moved = Counter[tuple[str, str, int]]()
+    for *copies, share in streams.issued:
+        moved[tuple(copies)] += share
+    assert all(moved["stores", "sums", group] == pytest.approx(1.0) for group in range(4))
+    assert moved["loads", "parameters", 1] == pytest.approx(2.0)  # on the way there and on the way back
+    beside = [issued for issued in streams.issued if issued[0] != "compute" and issued[2] in (1, 2)]
+    assert len(beside) >= 2 * slices and all(share <= 1.5 / slices for *_, share in beside if share < 1.0)
+    assert [share for *_, share in beside if share == 1.0] == []

@@ -61,7 +61,11 @@ def test_a_trace_of_the_profiler_is_read_for_copies_and_kernels_alone(bench: Mod
         event("cpu_op", "aten::mm", 0, 100),
         {"ph": "M", "name": "process_name"},
     ]
-    assert bench.overlap_of(events) == 0.5
+    overlap, kernels, idle = bench.shares(events)
+    assert overlap == 0.5
+    assert kernels == pytest.approx(20 / 30) and idle == pytest.approx(0.0)
+    assert bench.shares([events[0], event("kernel", "gemm", 30, 10)]) == (0.0, 0.25, 0.5)
+    assert bench.shares([]) == (None, 0.0, 1.0)
 
 
 @pytest.mark.slow

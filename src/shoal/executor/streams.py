@@ -32,10 +32,6 @@ class Streams(Protocol):
         """Later work of that stream starts after the mark; None: at once."""
         ...
 
-    def pace(self, stream: str) -> None:
-        """Later work of that stream starts when `compute` has come to here. For speed alone: no access depends on it."""
-        ...
-
     def reached(self, mark: object) -> None:
         """The calling thread waits for the mark."""
         ...
@@ -57,8 +53,6 @@ class NoStreams:
         return None
 
     def wait(self, stream: str, mark: object) -> None: ...
-
-    def pace(self, stream: str) -> None: ...
 
     def reached(self, mark: object) -> None: ...
 
@@ -83,9 +77,6 @@ class CudaStreams:
         if mark is not None:
             assert isinstance(mark, torch.cuda.Event)
             self._streams[stream].wait_event(mark)
-
-    def pace(self, stream: str) -> None:
-        self.wait(stream, self.mark("compute"))
 
     def reached(self, mark: object) -> None:
         assert isinstance(mark, torch.cuda.Event)

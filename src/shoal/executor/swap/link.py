@@ -3,9 +3,8 @@
 For the swapping executor. On a CUDA device loads and stores run on streams of their own beside compute. Elsewhere each copy is
 synchronous and in the same order, so that device memory holds the same tensors at each point. modelled.py counts time instead.
 
-A device has one engine for copies in each direction, whatever the streams. A group's gigabytes in one copy kept a slice's activations
-waiting, and compute with them: on an H200 not a hundredth of the copies ran beside a kernel. So they go in pieces, a share of them with
-each slice, from when its own inputs are on the device.
+A device has one engine for copies in each direction, whatever the streams: a group's gigabytes in one copy keep a slice's activations
+waiting, and compute with them. So they go in pieces, a share of them with each slice (docs/design/2026-11-27-copies-in-pieces.md).
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class HostLink:
         """Call for each slice once its inputs are on their way to the device and before its work is issued."""
         for stream, waiting in self._waiting.items():
             if waiting.pieces:
-                self._streams.pace(stream)
                 self._issue(stream, -(-len(waiting.pieces) // max(1, waiting.slices)))
                 waiting.slices -= 1
 

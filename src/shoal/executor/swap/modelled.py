@@ -48,9 +48,6 @@ class ModelledStreams:
         if isinstance(mark, float):
             self._clocks[stream] = max(self._clocks[stream], mark)
 
-    def pace(self, stream: str) -> None:
-        self.wait(stream, self.mark("compute"))
-
     def reached(self, mark: object) -> None: ...
 
     def settle(self) -> None:
