@@ -137,6 +137,16 @@ def test_a_round_encodes_and_decodes_as_long_however_it_is_sliced(slices: int) -
     assert (pace.seconds(cut, [], values), sum(adds), sum(gathers)) == pytest.approx((1.0, 1.0, 1.0))
 
 
+def test_the_optimizer_takes_its_seconds_once_a_step() -> None:
+    job = a_job(8)
+    slow = msgspec.structs.replace(job, seats=msgspec.structs.replace(job.seats, updating_s=2.5))
+    apply, usual = m.Apply("1", 0, 0, 1.0, False), JobPace(job, job.machines.kinds[0], 0, [0.0, 0.0])
+    pace = JobPace(slow, job.machines.kinds[0], 0, [0.0, 0.0])
+    assert pace.seconds(apply, [], 100) - usual.seconds(apply, [], 100) == pytest.approx(2.5)
+    cut = m.Cut("1", 0, (0, 100), ("a",))
+    assert pace.seconds(cut, [], 100) == usual.seconds(cut, [], 100)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_adding_up_goes_beside_hops_only_with_delayed_updates(staleness: int) -> None:
     given = a_job(4)

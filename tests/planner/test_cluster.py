@@ -86,6 +86,11 @@ def test_a_peer_of_several_cards_has_the_memory_and_speed_of_all(tmp_path: Path)
     link = '[link]\nbandwidth_Bps = "1 Gbit/s"\n'
     one, four = read(written(tmp_path, table.format("one", "") + table.format("four", "cards = 4\n") + link)).devices
     assert (four.flops, four.memory_bytes, four.cards) == (4 * 0.8 * one.flops, 4 * one.memory_bytes, 4)
+    rated = read(
+        written(tmp_path, table.format("rated", "cards = 4\nupdate_rate = 2e9\nhost_update_rate = 1e9\n") + link)
+    ).devices[0]
+    assert (rated.update_rate, rated.host_update_rate) == (8e9, 1e9)
+    assert rated.one_card().together() == rated
     (half,) = read(written(tmp_path, table.format("half", "cards = 4\ncards_efficiency = 0.5\n") + link)).devices
     assert half.flops == 2 * one.flops
     for wrong in ("cards = 0\n", "cards = 2\ncards_efficiency = 1.5\n"):

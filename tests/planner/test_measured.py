@@ -19,6 +19,8 @@ GPU = Device(
     host_memory_bytes=64e9,
     host_Bps=2.5e10,
     disk_Bps=1e9,
+    update_rate=2e9,
+    host_update_rate=1.5e9,
     basis="measured: bfloat16",
 )
 

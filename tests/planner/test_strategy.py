@@ -152,6 +152,26 @@ def test_a_stage_too_large_for_its_device_swaps_when_it_may() -> None:
     assert decided(problem(machines(1))).stages[0].executor == "resident"
 
 
+def test_the_optimizer_takes_the_seconds_of_the_machine_that_it_runs_on() -> None:
+    """Of the slowest replica's stage; on the host, where the stage swaps; none where no rate is stated."""
+    ample = problem(machines(1))
+    stated = problem(machines(1, update_rate=1e8, host_update_rate=1e7))
+    parameters = ample.profile.stage(range(SHAPE.layers)).parameters
+    assert step_s(decided(stated)) - step_s(decided(ample)) == pytest.approx(parameters / 1e8)
+    tight = {"memory_bytes": 5e9, "host_memory_bytes": 64e9}
+    swapped, free = (
+        problem(machines(1, **tight, **rate), swapping=True)
+        for rate in ({"host_update_rate": 1e7, "update_rate": 1e8}, {})
+    )
+    assert step_s(decided(swapped)) - step_s(decided(free)) == pytest.approx(parameters / 1e7)
+    two = machines(2, update_rate=1e8)
+    two = msgspec.structs.replace(
+        two, devices=(two.devices[0], msgspec.structs.replace(two.devices[1], update_rate=2e7))
+    )
+    best = decided(problem(two), 1)
+    assert as_planned(problem(two), best).updating_s == pytest.approx(parameters / 2e7)
+
+
 def test_a_stage_whose_activations_do_not_fit_keeps_the_inputs_of_its_blocks() -> None:
     ample = decided(problem(machines(1, memory_bytes=80e9))).stages[0]
     assert not ample.checkpointing and ample.executor == "resident"

@@ -125,6 +125,12 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
     print(f"memory        {units.size(memory[0])} free on the device, {units.size(memory[1])} in the host")
     print(f"bfloat16      {probe.bf16_words(device)}")
     print(f"threads       {torch.get_num_threads()} of {devices.cores()} cores")
+    updates = probe.update_rate(config, device)
+    host_updates = updates if kind == "cpu" else probe.update_rate(config, torch.device("cpu"))
+    print(
+        f"optimizer     {_rate(updates)} on the device"
+        + ("" if kind == "cpu" else f", {_rate(host_updates)} on the host")
+    )
     link = probe.link_Bps(device)
     what = "host and device" if kind != "cpu" else "memory and memory"
     print(f"host link     {units.size(link)}/s between {what}", flush=True)
@@ -145,10 +151,16 @@ def _machine(config: Config, args: argparse.Namespace, folder: Path) -> tuple[De
         host_memory_bytes=memory[1],
         host_Bps=link,
         disk_Bps=min(written, read),
+        update_rate=updates,
+        host_update_rate=host_updates,
         cards=config.device.count,
         basis=f"measured: {shape}" + (" on one card" if config.device.count > 1 else ""),
     )
     return measured_device.together(), notes
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e6:.3g} million parameters/s"
 
 
 def _flops(value: float) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.config import Config, token_rows
 from shoal.executor.base import device_of, emulates_bf16, free_bytes
+from shoal.executor.master import Master
 from shoal.executor.resident import Resident
 from shoal.model import analysis, stages
 
@@ -26,6 +27,8 @@ WARM_UP = 2  # passes not counted: kernels are selected, memory is allocated
 LINK_BYTES = 64 << 20  # one copy between host and device
 LINK_COPIES = 8
 PRODUCT = (4096, 512)  # rows of the square factors of a product: on a card, on a CPU
+UPDATED = ((4096, 4096), (2048, 2048))  # each of four matrices that the optimizer steps: on a card, on a CPU
+UPDATES = 4  # the first of them compiles
 DISK_BYTES = 128 << 20
 
 
@@ -69,6 +72,23 @@ def compute(config: Config, seconds: float, progress: Callable[[str], None]) -> 
         flops / statistics.mean(ordered[:tenth]),
         len(seconds_per_pass),
     )
+
+
+def update_rate(config: Config, device: torch.device) -> float:
+    """Parameters that a step's end takes a second for: the copy of the sum, the optimizer, the digest, and the new sum's zeros."""
+    parameters = [torch.randn(UPDATED[device.type == "cpu"], device=device) * 0.02 for _ in range(4)]
+    master = Master([str(number) for number in range(len(parameters))], parameters, config)
+    total = torch.full((master.length,), 1e-3, device=device)
+    seconds = []
+    for step in range(UPDATES):
+        _synchronize(device)
+        before = time.perf_counter()
+        master.apply(total.clone(), 1.0, step)
+        master.digest()
+        total.zero_()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - before)
+    return master.length / min(seconds)
 
 
 def link_Bps(device: torch.device) -> float:

@@ -92,7 +92,9 @@ class JobPace(Pace):
             )
         if not isinstance(task, (*ROUND_TASKS, m.Fetch)):
             return SECONDS[type(task)]
-        share = 1.0 if isinstance(task, m.Apply | m.Fetch) else _handled_values(task, inputs) / max(1, length)
+        if isinstance(task, m.Apply):
+            return self._round * SECONDS[m.Apply] + job.seats.updating_s
+        share = 1.0 if isinstance(task, m.Fetch) else _handled_values(task, inputs) / max(1, length)
         coded_s = job.seats.averaging_codec_s / len(CODED_TASKS) if isinstance(task, CODED_TASKS) else 0.0
         return share * (self._round * SECONDS[type(task)] + coded_s)
 

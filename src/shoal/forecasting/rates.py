@@ -168,7 +168,7 @@ class Played:
     def _exchange_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
         ends_s = iter(averaging_ends(seats, cluster)[0])
         groups = [list(islice(ends_s, len(seats.replicas(stage)))) for stage in range(seats.stages)]
-        return tuple(max(group) + seats.averaging_codec_s + self._job.round_s for group in groups)
+        return tuple(max(group) + seats.round_work_s + self._job.round_s for group in groups)
 
 
 def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
@@ -307,7 +307,7 @@ class Aggregated:
                 seconds += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
                 held /= among
             worst_s = max(worst_s, 2 * seconds)
-        return worst_s + job.seats.averaging_codec_s
+        return worst_s + job.seats.round_work_s
 
     def _fitted(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """What playing gives over the sums, for half of the planned fleet and for all of it, or for a fleet of the same stages and
@@ -331,7 +331,7 @@ class Aggregated:
         composition[slots] = seats.stage_of
         stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
         rough = self._step(composition, microbatches, stage_rates)
-        averaging_s = averaging(seats, machines)[0] + seats.averaging_codec_s
+        averaging_s = averaging(seats, machines)[0] + seats.round_work_s
         return (
             microbatches_s / rough.microbatches_s,
             averaging_s / rough_s if (rough_s := rough.averaging_s - job.round_s) > 0 else 1.0,

@@ -17,6 +17,8 @@ and unlimited for a device's own lines.
     cards_efficiency = 0.8                 the speed of such a peer over the sum of its cards' (0.8 is assumed)
     up_Bps = "100 Mbit/s"                  optional, as are down_Bps, host_memory_bytes, host_Bps, disk_Bps, price_per_h,
                                            egress_price_per_GB, losses_per_h, region
+    update_rate = 2e9                      parameters per second that the optimizer steps on the device; also host_update_rate,
+                                           where a stage swaps. Without them its seconds are not counted
 
     [[links]]                              some pairs, by names of devices or regions; both ways unless one_way = true
     from = "ohio"
@@ -68,6 +70,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     up_Bps: float = 0.0
     down_Bps: float = 0.0
     disk_Bps: float = 0.0  # the slower of writing and reading
+    update_rate: float = (
+        0.0  # parameters that the optimizer steps in a second, on the device; 0: not known, and not counted
+    )
+    host_update_rate: float = 0.0  # and on the host, where a stage swaps
     price_per_h: float = 0.0
     egress_price_per_GB: float = 0.0  # of what it sends
     losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
@@ -85,7 +91,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     def _scaled(self, flops: float, memory: float) -> Device:
         if self.cards == 1:
             return self
-        return msgspec.structs.replace(self, flops=self.flops * flops, memory_bytes=self.memory_bytes * memory)
+        together = {"flops": self.flops * flops, "memory_bytes": self.memory_bytes * memory}
+        return msgspec.structs.replace(
+            self, **together, update_rate=self.update_rate * memory
+        )  # each card has its part of the stage
 
 
 class Cluster(msgspec.Struct, frozen=True, eq=False):

@@ -102,6 +102,9 @@ def _device(device: Device, name: str) -> list[str]:
         value = getattr(device, field)
         if value:
             lines.append(f'{field} = "{_rate(value) if field.endswith("_Bps") else _scaled(value) + "B"}"')
+    lines += [
+        f"{field} = {value:.4g}" for field in ("update_rate", "host_update_rate") if (value := getattr(device, field))
+    ]
     lines += [f'{field} = "{_plain(text)}"' for field in ("region", "basis") if (text := getattr(device, field))]
     lines += [f"{field} = {value:g}" for field in ("price_per_h", "losses_per_h") if (value := getattr(device, field))]
     return lines

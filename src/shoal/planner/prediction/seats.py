@@ -27,6 +27,7 @@ class Seats(msgspec.Struct, frozen=True):
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
+    updating_s: float = 0.0  # of the optimizer and what goes with it, at the replica that takes longest
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
     # Of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
     line_rates: tuple[int, ...] = ()
@@ -40,6 +41,11 @@ class Seats(msgspec.Struct, frozen=True):
     @property
     def most_inflight(self) -> int:
         return self.inflight or MOST
+
+    @property
+    def round_work_s(self) -> float:
+        """Of a round, beside what travels."""
+        return self.averaging_codec_s + self.updating_s
 
     @property
     def back_bytes(self) -> float:

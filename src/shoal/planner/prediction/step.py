@@ -2,8 +2,9 @@
 
 The cost model in communication.py is the paper's; this is what decides. The microbatches are played (play.py), then the averaging
 (averaging.py), on lines that pass one message after the other and links of pairs that are filled side by side, as in
-transport/emulated/shaped.py; agreeing costs the messages of a round and of a view. Not in it: the optimizer, checkpoints, faults, losses
-on the wire, full queues and activation stores, and that gradients go first on a line.
+transport/emulated/shaped.py; agreeing costs the messages of a round and of a view. The optimizer's seconds are added to the averaging where
+machines say their rate. Not in it: checkpoints, faults, losses on the wire, full queues and activation stores, and that gradients go first
+on a line.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
@@ -47,7 +48,7 @@ def predict(
     `settled`: steps that warm a long one up (play.py)."""
     microbatches_s, used = played(seats, cluster, rng, spread, settled)
     averaging_s, averaged_bytes = averaging(seats, cluster)
-    averaging_s += seats.averaging_codec_s
+    averaging_s += seats.round_work_s
     delay_s = cluster.delay_s[np.ix_(seats.members, seats.members)]
     agreeing_s = _agreeing(delay_s)
     if seats.staleness:

@@ -81,6 +81,17 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         moved = work[stage].parameters * (problem.work.value_bytes + (4 if direction == BACKWARD else 0))
         return max(compute_s, moved / devices[device].host_Bps)
 
+    def updating_s(device: int) -> float:
+        stage, machine = stage_of[device], devices[device]
+        rate = (
+            0.0
+            if stage < 0 or problem.emulated_s
+            else machine.host_update_rate
+            if swaps[stage]
+            else machine.update_rate
+        )
+        return work[stage].parameters / rate if rate else 0.0
+
     average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
     gradient_bytes = tuple(
         (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
@@ -99,6 +110,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         averaging_codec_s=max(
             problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
         ),
+        updating_s=max(map(updating_s, every)),
         staleness=problem.staleness,
     )
     return Option(cut, seats, swaps, kept, rough_s(seats, problem.cluster))
