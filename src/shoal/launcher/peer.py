@@ -118,8 +118,7 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
 
 
 def _load(spec: PeerSpec, config: Config, loading: Future[Loaded]) -> None:
-    """Imports, the model and the data, while this process begins to listen. torch and hivemind import parts of one another, so that two
-    threads never import them at once: the network's part is there before this begins."""
+    """Imports, the model and the data, while this process begins to listen."""
     from shoal import build
 
     future: Future[Any] = loading
