@@ -41,7 +41,13 @@ def main(parent: int) -> int:
     out = _own_output()
     write_log()
     lines = _lines()
-    spec = msgspec.json.decode(next(lines), type=PeerSpec)
+    from shoal import build  # half a second, in which the launcher may still read what this peer is to be
+
+    assert build
+    spec = msgspec.json.decode(next(lines, b"null"), type=PeerSpec | None)
+    if spec is None:
+        return ORPHANED  # the command has ended before it started a peer
+    _log_to(spec.log)
     try:
         ended = _take_part(spec, lines, out)
     except (ValueError, OSError) as error:
@@ -66,6 +72,14 @@ def write_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def _log_to(path: str) -> None:
+    """Standard error and what libraries print, from now on; '': stays."""
+    if path:
+        with open(path, "ab") as log:
+            os.dup2(log.fileno(), 2)
+            os.dup2(log.fileno(), 1)
 
 
 def _own_output() -> IO[bytes]:
