@@ -41,9 +41,11 @@ def main(parent: int) -> int:
     out = _own_output()
     write_log()
     lines = _lines()
-    from shoal import build  # half a second, in which the launcher may still read what this peer is to be
+    gc.disable()  # until `_load` ends: collections are a fifth of the time that imports take
+    from shoal import build  # the launcher may still be reading what this peer is to be
 
     assert build
+    threading.Thread(target=_import_torch, name="torch", daemon=True).start()
     spec = msgspec.json.decode(next(lines, b"null"), type=PeerSpec | None)
     if spec is None:
         return ORPHANED  # the command has ended before it started a peer
@@ -102,7 +104,6 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
     from shoal import build
     from shoal.transport.identity.invite import read_invite
 
-    gc.disable()  # until `_load` ends: collections are a fifth of the time that imports take
     config = configuration.from_tree(spec.config)
     build.load_network(config)
     loading: Future[build.Loaded] = Future()
@@ -131,6 +132,14 @@ def _take_part(spec: PeerSpec, lines: Iterator[bytes], out: IO[bytes]) -> Ended:
         return Ended(ok=finish.ok, reason=finish.reason)
 
     return asyncio.run(run())
+
+
+def _import_torch() -> None:
+    """Every peer needs it. Where it cannot be imported, `_load` meets the same error and reports it."""
+    with contextlib.suppress(ImportError, OSError):
+        import torch
+
+        assert torch
 
 
 def _load(spec: PeerSpec, config: Config, loading: Future[Loaded]) -> None:
