@@ -308,7 +308,8 @@ class Flood:
         return attack
 
     def table(self) -> Callable[[], None]:
-        from shoal.transport.daemon import Daemon, hivemind, load, multiaddr, parsed_address
+        from shoal.transport.daemon import Daemon, multiaddr, parsed_address
+        from shoal.transport.hivemind_parts import hivemind, load
         from shoal.transport.identity.identity import Identity
 
         load()

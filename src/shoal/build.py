@@ -37,12 +37,12 @@ from shoal.transport import addresses
 from shoal.transport.auto import Address, AutoTransport
 from shoal.transport.base import Limits
 from shoal.transport.daemon import Daemon
-from shoal.transport.daemon import load as load_libp2p
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import Directory, Gossip
 from shoal.transport.directory.records import MAX_ADDRESSES, RELAY, PeerRecord
 from shoal.transport.emulated.faulty import FAULTS, Faulty
 from shoal.transport.emulated.shaped import AccessLink, PairLink, Reachable, Shaped
+from shoal.transport.hivemind_parts import load as load_libp2p
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Invite, Membership
 from shoal.transport.libp2p import Libp2pTransport

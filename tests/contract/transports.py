@@ -18,10 +18,11 @@ import msgspec
 from shoal.core.messages import PROTOCOL
 from shoal.transport.auto import AutoTransport
 from shoal.transport.base import Limits, Lost, Unknown
-from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address
+from shoal.transport.daemon import Daemon, multiaddr, parsed_address
 from shoal.transport.emulated.faulty import Faulty
 from shoal.transport.emulated.memory import Hub, MemoryTransport
 from shoal.transport.emulated.shaped import AccessLink, Reachable, Shaped
+from shoal.transport.hivemind_parts import hivemind
 from shoal.transport.identity.identity import Identity, client_context
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 from shoal.transport.libp2p import PROTOCOL_NAME, Libp2pTransport

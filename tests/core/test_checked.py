@@ -122,7 +122,7 @@ def test_chunks_of_an_owner_are_counted_together() -> None:
     checks, chunk = SumChecks(), (a_sketch(1.0), a_sketch(2.0), Sketch())
     assert checks.of("ab") == ()
     for digest in ("x", "y"):
-        checks.on_added("a", Result(sketches=chunk))
+        checks.on_added("a", Result(sketches=chunk), "ab", "ab")
         checks.on_gathered(
             "ab", Result(digests=(digest, "z"), sketches=(a_sketch(3.0), Sketch(), a_sketch(5.0), a_sketch(4.0)))
         )

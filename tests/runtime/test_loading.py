@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from shoal import config as configuration
 from shoal.config import Config
 from shoal.core.messages import Done, Failed, Init
 from shoal.launcher import peer
+from shoal.launcher.launch import PeerSpec
 from shoal.runtime.node import Node
 
 ANSWER_S = 60.0
@@ -106,3 +108,26 @@ def test_a_check_without_a_finding_ends_nothing() -> None:
             await running
 
     asyncio.run(going_on())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_again_after_the_imports_whatever_became_of_them(
+    config: Config, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(_: Config) -> None:
+        assert not gc.isenabled()
+        if fails:
+            raise ValueError("the model has too few layers")
+
+    monkeypatch.setattr(build, "check", check)
+    gc.disable()
+    try:
+        loading: Future[build.Loaded] = Future()
+        peer._load(PeerSpec(config={}, directory="", label="p1", first=False), config, loading)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert (loading.result().checked.exception() is not None) == fails
+        loading.result().runner.close()
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from shoal.transport.budget import Allowance
-from shoal.transport.daemon import Daemon, hivemind, written
+from shoal.transport.daemon import Daemon, written
 from shoal.transport.directory import dht
 from shoal.transport.directory.dht import Dht
 from shoal.transport.directory.directory import MAX_SEALED_BYTES, TTL_S, PeerRecord, Sealed, seal
 from shoal.transport.directory.records import KEY_RECORDS
+from shoal.transport.hivemind_parts import hivemind
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, Membership, read_invite
 

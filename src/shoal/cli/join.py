@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.launcher.invite_text import INVITE_VARIABLE, invite_text, without_invite
+
+if TYPE_CHECKING:
+    from shoal.launcher.ahead import Ahead
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +43,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     text, settings = invite_text(args.words), without_invite(args.words)
+    if args.peers != 1:  # they are forked from one process that has imported all
+        return _join(args, text, settings, started_s, None)
 
+    from shoal.config import Device
+    from shoal.launcher.ahead import begun
+
+    with begun(os.getpid(), Device()) as ahead:
+        return _join(args, text, settings, started_s, ahead)
+
+
+def _join(args: argparse.Namespace, text: str, settings: list[str], started_s: float, ahead: Ahead | None) -> int:
     from shoal import guest
     from shoal.launcher import preflight, reach
     from shoal.launcher.files import checkpoints, rundir
@@ -80,6 +95,7 @@ def main(args: argparse.Namespace) -> int:
             directory=directory,
             here=args.peers,
             started_s=started_s,
+            ahead=ahead,
             invite=text,
             command=shlex.join(again),
         )

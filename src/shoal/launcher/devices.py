@@ -15,7 +15,9 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal import importing
 from shoal.config import Device
+from shoal.launcher.invite_text import INVITE_VARIABLE
 
 ROOT = Path("/")
 # How the processes of one vendor are told which cards they see; an inherited list says which there are for this run.
@@ -48,6 +50,14 @@ def environment(
         lists = _card_lists(inherited, root)
         variables |= {name: ",".join(cards[each % len(cards)] for each in own) for name, cards in lists.items()}
     return variables | allocator(inherited)
+
+
+def peer_environment(device: Device, factories: tuple[str, ...], number: int, here: int) -> dict[str, str]:
+    """All variables of local peer `number` of `here`, without the invite. `factories`: the user's functions, which it imports."""
+    inherited = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
+    if path := importing.peers_path(list(factories), os.environ.get("PYTHONPATH", "")):
+        inherited["PYTHONPATH"] = path
+    return inherited | environment(device, number, here, inherited)
 
 
 def allocator(inherited: Mapping[str, str]) -> dict[str, str]:

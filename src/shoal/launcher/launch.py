@@ -17,12 +17,11 @@ from typing import IO, Any
 
 import msgspec
 
-from shoal import importing
 from shoal.config import Device
 from shoal.escaping import escaped_lines
 from shoal.launcher import devices
+from shoal.launcher.ahead import Ahead
 from shoal.launcher.fork_server import MODULE, Declined, ForkedProcess, ForkServer, usable
-from shoal.launcher.invite_text import INVITE_VARIABLE
 from shoal.launcher.process import identify, spawn
 from shoal.runtime.records.report import AnyLine, Ended, Listening, decode, replace
 
@@ -44,6 +43,7 @@ class PeerSpec(msgspec.Struct, frozen=True):
     number: int = 0  # among the local peers
     here: int = 1  # local peers
     key: str = ""  # file of the key that a run's first peer has in every session, so that invites go on leading to it
+    log: str = ""  # where its words for people go from now on; '': where they went so far
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -126,8 +126,9 @@ class PeerProcesses:
         hear: Callable[[PeerProcess, AnyLine], None],
         end: Callable[[PeerProcess], None],
         warn: Callable[[str], None],
+        ahead: Ahead | None = None,
     ) -> None:
-        self.directory, self._hear, self._end, self._warn = directory, hear, end, warn
+        self.directory, self._hear, self._end, self._warn, self._ahead = directory, hear, end, warn, ahead
         self.children: list[PeerProcess] = []
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._server: ForkServer | None = None
@@ -145,30 +146,35 @@ class PeerProcesses:
         logs = self.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{spec.label}.log"
+        environment = _environment(spec)
+        begun = await self._ahead.take(environment, MAX_REPORT_BYTES) if self._ahead is not None else None
         with open(log, "ab") as errors:
-            process = await self._forked(spec, errors) or await spawn(
-                sys.executable,
-                "-m",
-                MODULE,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                limit=MAX_REPORT_BYTES,
-                env=_environment(spec),
-                process_group=0,
+            process = (
+                begun
+                or await self._forked(spec, environment, errors)
+                or await spawn(
+                    sys.executable,
+                    "-m",
+                    MODULE,
+                    str(os.getpid()),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=errors,
+                    limit=MAX_REPORT_BYTES,
+                    env=environment,
+                    process_group=0,
+                )
             )
         child = PeerProcess(spec.label, process, log)
         self.children.append(child)
-        child.write(spec)
+        child.write(msgspec.structs.replace(spec, log=str(log.absolute())) if begun else spec)
         self._readers[child.label] = asyncio.get_running_loop().create_task(self._read(child))
         return child
 
-    async def _forked(self, spec: PeerSpec, errors: IO[bytes]) -> ForkedProcess | None:
+    async def _forked(self, spec: PeerSpec, variables: dict[str, str], errors: IO[bytes]) -> ForkedProcess | None:
         """None: it is to be started by itself; why is in logs/fork_server.log."""
         if not usable(spec.here):
             return None
-        variables = _environment(spec)
         try:
             if self._server is None:
                 self._server = ForkServer(self.directory / "logs" / "fork_server.log", MAX_REPORT_BYTES, self._warn)
@@ -235,10 +241,6 @@ class PeerProcesses:
 
 
 def _environment(spec: PeerSpec) -> dict[str, str]:
-    """Threads that wait by spinning would take the cores from the other peers of this machine."""
     device = msgspec.convert(spec.config["device"], Device)
-    inherited = {name: value for name, value in os.environ.items() if name != INVITE_VARIABLE}
-    factories = [spec.config[section]["factory"] for section in ("model", "data")]
-    if path := importing.peers_path(factories, os.environ.get("PYTHONPATH", "")):
-        inherited["PYTHONPATH"] = path
-    return inherited | devices.environment(device, spec.number, spec.here, inherited)
+    factories = tuple(spec.config[section]["factory"] for section in ("model", "data"))
+    return devices.peer_environment(device, factories, spec.number, spec.here)

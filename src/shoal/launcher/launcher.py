@@ -60,7 +60,7 @@ class Launcher:
         self.job = job
         self.watch = RunMonitor(job.config, job.started_s, job.resumed)
         self.watch.everyone.evictions = list(evictions(job.directory))
-        self.crew = PeerProcesses(job.directory, self._hear, self._ended, self._warn)
+        self.crew = PeerProcesses(job.directory, self._hear, self._ended, self._warn, job.ahead)
         self.authority = None if job.invite else Authority.load(job.directory / "authority.key")
         self.over = asyncio.Event()
         self.early = ""  # why the run ended before its last step

@@ -19,6 +19,7 @@ from shoal.dashboard import account
 from shoal.dashboard.account import Summary
 from shoal.dashboard.terminal import Terminal
 from shoal.launcher import preflight, returning
+from shoal.launcher.ahead import Ahead
 from shoal.launcher.files import checkpoints, rundir
 from shoal.launcher.planning import plan_settings
 from shoal.launcher.planning.problem import refuse_other_size, tensor_bytes
@@ -46,6 +47,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster | None = None  # whose lines the peers get
     kill_every_s: float | None = None
     invite: str = ""  # to somebody else's run; '' to found one
+    ahead: Ahead | None = None  # the first peer's process, begun already
     page: bool = False  # in the browser, beside the terminal
     time_s: float | None = None  # after which the run is saved and ended
     command: str = ""  # that goes on with the run, or takes part again

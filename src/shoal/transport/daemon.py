@@ -2,7 +2,7 @@
 
 For libp2p.py (streams of bytes to peers that have no open port) and dht.py (the distributed directory), which may share
 one. Its libp2p identity is the peer's own ed25519 key, so that a libp2p peer id holds the very key that the peer's name is
-the hash of. hivemind is imported here, late and in one place: it takes a second and 60 MB, and would install a log of its own.
+the hash of.
 
 The daemon must die with this process, however that ends. Its parent is a shell that waits for the end of a pipe which only
 this process holds open; then it kills the daemon and removes its sockets. Should that shell be killed too, the daemon
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib
 import importlib.util
 import ipaddress
 import logging
@@ -26,7 +25,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -36,6 +34,7 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from shoal.transport.addresses import hosts, is_loopback
+from shoal.transport.hivemind_parts import hivemind, load
 from shoal.transport.identity.identity import PUBLIC_BYTES, Identity
 from shoal.transport.identity.text import ED25519
 from shoal.transport.tls import resolved
@@ -371,25 +370,6 @@ class Daemon:
 
 
 # ------------------------------------------------------------------------------------------------------ the wire format
-
-
-def load() -> None:
-    """Import hivemind, and undo what that does to the logs and to torch in the whole process."""
-    if "hivemind.p2p" in sys.modules:
-        return
-    sharing = importlib.import_module("torch.multiprocessing")
-    strategy, warning = sharing.get_sharing_strategy(), logging.getLevelName(logging.WARNING)
-    importlib.import_module("hivemind")
-    sharing.set_sharing_strategy(strategy)
-    logging.addLevelName(logging.WARNING, warning)
-    hivemind("utils.logging").use_hivemind_log_handler("nowhere")
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
-
-
-def hivemind(name: str) -> Any:
-    """One of its modules."""
-    load()
-    return importlib.import_module(f"hivemind.{name}")
 
 
 def protobuf() -> Any:

@@ -46,12 +46,13 @@ def lengths(group: Sequence[Share], reduced: Mapping[Peer, Reduced]) -> tuple[fl
     """The norm of what each replica brought, as the owners of chunks list it; () where they do not. An owner's word of its own part is
     held against the products of the same sketch."""
     sums = [reduced[share.peer].sums for share in group]
-    if any(len(known) != len(group) or len(known[at].parts) != len(group) for at, known in enumerate(sums)):
+    if any(len(known) != len(group) for known in sums):
         return ()
-    return tuple(
-        math.sqrt(math.fsum(_norm_sq(sums[owner][owner].parts[at]) for owner in range(len(group))))
-        for at in range(len(group))
-    )
+    # One that brings nothing may own nothing: the others know the digests of all sums that it has made
+    owned = [known[at] for at, known in enumerate(sums) if group[at].indices or known[at].digest]
+    if any(len(each.parts) != len(group) for each in owned):
+        return ()
+    return tuple(math.sqrt(math.fsum(_norm_sq(each.parts[at]) for each in owned)) for at in range(len(group)))
 
 
 def _norm_sq(part: Sketch) -> float:

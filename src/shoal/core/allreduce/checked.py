@@ -37,10 +37,12 @@ class SumChecks:
         self._sums: dict[Peer, OwnedSums] = {}
         self.chunks: list[SummedChunk] = []  # gathered so far
 
-    def on_added(self, me: Peer, result: Result) -> None:
-        """I have added up a chunk: sketches of its parts, and of what encoding has lost."""
+    def on_added(self, me: Peer, result: Result, row: Sequence[Peer], group: Sequence[Peer]) -> None:
+        """I have added up a chunk: sketches of the parts of that row, and of what encoding has lost. Others of the group bring nothing."""
         if result.sketches:
-            known, (*parts, lost) = self._of(me), result.sketches
+            known, (*of_row, lost) = self._of(me), result.sketches
+            by_peer = dict(zip(row, of_row, strict=True))
+            parts = [by_peer.get(peer, Sketch()) for peer in group]
             before = known.parts or (Sketch(),) * len(parts)
             both = tuple(plus(pair) for pair in zip(before, parts, strict=True))
             self._sums[me] = msgspec.structs.replace(known, parts=both, lost=plus((known.lost, lost)))

@@ -17,6 +17,10 @@ the next arrive. Otherwise every line is idle in the middle of a round, from its
 Where it is known how wide the replicas' lines are, by a plan or measured, and they differ, a group of one row owns in proportion: who
 owns the share w of the gradient sends and receives 1 + (n - 2) w of it, and between 1 and 2 (n - 1) / n lies what a narrow line can be
 spared. It is spared only if parts and sums are on their way at the same time: sums go first (docs/design/2026-11-22-weighted-owners.md).
+
+A replica that has booked nothing, as a newcomer in its first round, would send zeros, over connections that have never carried bulk. In a
+group of one row and one piece it owns nothing, sends nothing and receives the sums (`Layout.listeners`). In several pieces it takes part:
+otherwise the others could be pieces ahead of it (docs/design/2026-11-27-listeners.md).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from math import isqrt
 
 import msgspec
 
-from shoal.core.messages import Peer, Round, Share, View
+from shoal.core.messages import Peer, Round, Settings, Share, View
 
 MOST_CHUNKS = 1 << 19  # in all pieces together: half of what a message can name
 ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 17 in three rows need 8
@@ -66,6 +70,7 @@ class Layout(msgspec.Struct, frozen=True):
     last: bool = True  # no piece comes after this one
     slices: int = 1  # of a group of one row, of which each owner has a chunk
     weighted: bool = False  # owners are as unlike as their lines
+    listeners: tuple[Peer, ...] = ()  # of the group, in no row: they bring nothing
 
     @property
     def stride(self) -> int:
@@ -91,13 +96,17 @@ class Layout(msgspec.Struct, frozen=True):
     def role(self, peer: Peer) -> Role:
         """Of a replica of the group. What all send at once goes to those after the sender first: when all begin with the first,
         its line is the bound and the others' lines wait (8 replicas on shaped lines: 10.1 s against 7.1 s in the planner's model)."""
+        if peer in self.listeners:
+            return Role((), {}, (), {}, {}, self.receives(peer), {})
         at = self.row_of(peer)
         row, cuts = self.rows[at], self.cuts[at]
         inner = {self.inner + chunk: owner for chunk, owner in enumerate(self._adders(at))}
         sends = {number: inner[number] for number in _turned(inner, row, row.index(peer))}
         mine = {self.first + c: c for c, column in enumerate(self.columns) if column[at] == peer}
         owned = {number: self.columns[c] for number, c in mine.items() if self.owners[c] == peer}
-        broadcasts = {number: _others(owned.get(number, (peer,)), peer) + _others(row, peer) for number in mine}
+        broadcasts = {
+            number: _others(owned.get(number, (peer,)), peer) + _others(row, peer) + self.listeners for number in mine
+        }
         if len(self.rows) == 1:
             return Role(cuts, sends, (), {}, dict.fromkeys(owned, row), self.receives(peer), broadcasts)
         adds = {number: row for number, owner in inner.items() if owner == peer} | owned
@@ -113,6 +122,24 @@ class Layout(msgspec.Struct, frozen=True):
     def _rows_down(self, row: int, chunk: int) -> int:
         """How many rows after that one the owner of the chunk stands."""
         return (self.columns[chunk].index(self.owners[chunk]) - row - 1) % len(self.rows)
+
+
+def layout_of(
+    length: int, shares: Sequence[Share], settings: Settings, piece: int = 0, most: int | None = None
+) -> Layout:
+    """Of that piece of a stage's gradient of `length` values, for the replicas that a round lists with these shares. `most`: values of a
+    piece; None: as the settings say. Where sums are encoded everybody takes part: what an encoding has left of its sum may be brought by
+    one that has booked nothing."""
+    most = settings.piece_values if most is None else most
+    group = tuple(share.peer for share in shares)
+    bringing = tuple(share for share in shares if share.indices)
+    if not settings.averaging_error and 0 < len(bringing) < len(group) <= ONE_ROW:
+        peers, line_rates = zip(*((share.peer, share.line_rate) for share in bringing), strict=True)
+        layout = split(length, peers, most, 0, line_rates)
+        if layout.last:
+            listeners = tuple(share.peer for share in shares if not share.indices)
+            return msgspec.structs.replace(layout, listeners=listeners)
+    return split(length, group, most, piece, tuple(share.line_rate for share in shares))
 
 
 def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, line_rates: Sequence[int] = ()) -> Layout:

@@ -49,10 +49,11 @@ def is_checked(layout: Layout) -> bool:
 
 
 def own_parts(piece: Piece) -> tuple[str, ...]:
-    """What I have sent to the owner of each chunk; '' of chunks that I have added up, () where sums are not checked."""
+    """What I have sent to the owner of each chunk; '' of chunks that I have added up, and where I bring nothing; () where sums are not
+    checked."""
     if not is_checked(piece.layout):
         return ()
-    return tuple("" if number in piece.role.adds else piece.cut[number] for number in piece.role.receives)
+    return tuple("" if number in piece.role.adds else piece.cut.get(number, "") for number in piece.role.receives)
 
 
 def summed(layout: Layout, group: Sequence[Peer], digests: Sequence[str]) -> list[SummedChunk]:

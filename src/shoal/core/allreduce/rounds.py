@@ -24,7 +24,7 @@ import msgspec
 from shoal.core.allreduce.bounds import allowed
 from shoal.core.allreduce.checked import SumChecks, SummedChunk
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
-from shoal.core.allreduce.layout import Layout, early_parts, fenced, objection, split
+from shoal.core.allreduce.layout import Layout, early_parts, fenced, layout_of, objection
 from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, summed, sums_for_others
 from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
@@ -157,10 +157,8 @@ class Rounds:
             return []
         if current.reduced is None:
             self._times.end(None, lost=False)
-        read: set[str] = set()
-        for task in current.tasks.values():
-            self._void[task.id] = task.reads, task.makes
-            read.update(task.reads)
+        read = {blob for task in current.tasks.values() for blob in task.reads}
+        self._void |= {task.id: (task.reads, task.makes) for task in current.tasks.values()}
         return drop(tuple(blob for blob in current.live if blob not in read))
 
     def turn(self, everything: bool = True) -> list[Command]:
@@ -319,7 +317,7 @@ class Rounds:
                 cut = dict(zip(sorted(current.piece.role.forwards), task.outs, strict=True))
                 return _forget(current, task.parts) + self._send_cut(current, current.piece.role.forwards, cut)
             case Add():
-                current.checks.on_added(self._name, done.result)
+                current.checks.on_added(self._name, done.result, current.piece.layout.rows[0], current.group)
                 sends = self._send_sum(current, current.piece.adding[task.id], task.out)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
@@ -345,13 +343,14 @@ class Rounds:
         return self.fail(current.message, f"{type(task).__name__} failed: {failed.reason}")
 
     def _cut(self, current: Current) -> list[Command]:
-        outs, view = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends), self._replica.view
-        most = allowed(view, self._stage, current.message, self._name, self._settings)
+        if self._name in current.piece.layout.listeners:
+            return []
+        outs = tuple(f"s/{next(self._serial)}" for _ in current.piece.role.sends)
+        most = allowed(self._replica.view, self._stage, current.message, self._name, self._settings)
         return self._do(current, Cut(self._task_id(), current.message.step, current.piece.role.cuts, outs, most))
 
     def _layout(self, shares: tuple[Share, ...], piece: int) -> Layout:
-        group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)
-        return split(self._replica.length, group, self._settings.piece_values, piece, line_rates)
+        return layout_of(self._replica.length, shares, self._settings, piece)
 
     def _next_piece(self, current: Current, now: float) -> list[Command]:
         """This piece is gathered: drop it, but for the sums that others may miss, and begin the next one."""
@@ -366,7 +365,7 @@ class Rounds:
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
         cut = dict(zip(sorted(current.piece.role.sends), task.outs, strict=True))
-        if len(current.group) == 1:
+        if current.piece.layout.rows == ((self._name,),):  # nobody else brings anything
             ((number, blob),) = cut.items()
             return self._send_sum(current, number, blob) + self._go_on(current)
         return self._send_cut(current, current.piece.role.sends, cut)
@@ -456,8 +455,8 @@ class Rounds:
     # ---------------------------------------------------------------------------------------------------------- sends
 
     def _report(self) -> list[Command]:
-        reduced = self._current.reduced if self._current is not None else None
-        return [Send(self._replica.leader, reduced)] if reduced is not None and self._replica.leader is not None else []
+        reduced, leader = self._current.reduced if self._current is not None else None, self._replica.leader
+        return [Send(leader, reduced)] if reduced is not None and leader is not None else []
 
     def _report_waits(
         self, current: Current, missing: Sequence[tuple[Peer, int, bool]], vain: bool = True

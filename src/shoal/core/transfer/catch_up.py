@@ -17,7 +17,7 @@ from itertools import count
 
 import msgspec
 
-from shoal.core.allreduce.layout import split
+from shoal.core.allreduce.layout import layout_of
 from shoal.core.messages import (
     Apply,
     BlobRef,
@@ -235,12 +235,11 @@ class CatchUp:
         """The sender of each chunk of that round, in order. Until a state is here its length is unknown: of the first piece only."""
         assert self._key is not None
         shares = commit.groups[self._key[1]]
-        group, line_rates = tuple(share.peer for share in shares), tuple(share.line_rate for share in shares)
         has_state = self._replica.has_state and self._replica.stage == self._key[1]
-        most = self._settings.piece_values if has_state else 0
+        length, most = (self._replica.length, None) if has_state else (LONG, 0)
         senders: dict[int, Peer] = {}
         for piece in count():
-            layout = split(self._replica.length if has_state else LONG, group, most, piece, line_rates)
+            layout = layout_of(length, shares, self._settings, piece, most)
             senders.update(layout.receives(self._name))
             if layout.last:
                 break

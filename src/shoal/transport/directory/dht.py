@@ -26,7 +26,7 @@ import msgspec
 from shoal.core.messages import Peer
 from shoal.escaping import UNDECODABLE
 from shoal.transport.budget import Allowance, Budgets
-from shoal.transport.daemon import Daemon, hivemind, multiaddr, parsed_address, public_key, written
+from shoal.transport.daemon import Daemon, multiaddr, parsed_address, public_key, written
 from shoal.transport.directory.background_loop import BackgroundLoop
 from shoal.transport.directory.records import (
     MAX_ADDRESSES,
@@ -37,6 +37,7 @@ from shoal.transport.directory.records import (
     Records,
     seal,
 )
+from shoal.transport.hivemind_parts import hivemind
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Membership
 
