@@ -19,16 +19,18 @@ class Slots:
         """Reserve `seconds` of free time from `start` on; returns its end.
 
         The line never idles while it has work: a transfer that arrives during another one delays it by no more than its own time."""
-        first = at = bisect_left(self._ends, start)  # of the spans that end there or later
+        all_begins, all_ends = self._begins, self._ends
+        first = at = bisect_left(all_ends, start)  # of the spans that end there or later
         now, remaining = start, seconds
-        while at < len(self._begins) and now + remaining > self._begins[at]:
-            remaining -= max(0.0, self._begins[at] - now)
-            now = max(now, self._ends[at])
+        while at < len(all_begins) and now + remaining > all_begins[at]:
+            remaining -= max(0.0, all_begins[at] - now)
+            now = max(now, all_ends[at])
             at += 1
         end = now + remaining
-        begins = min(start, self._begins[first]) if first < at else start
-        self._begins[first:at], self._ends[first:at] = [begins], [end]
-        del self._begins[:-MAX_SPANS], self._ends[:-MAX_SPANS]
+        begins = min(start, all_begins[first]) if first < at else start
+        all_begins[first:at], all_ends[first:at] = [begins], [end]
+        if len(all_ends) > MAX_SPANS:
+            del all_begins[:-MAX_SPANS], all_ends[:-MAX_SPANS]
         return end
 
 
@@ -45,7 +47,9 @@ class Inflow:
 
     def through(self, sender: Hashable, seconds: float, now: float, rank: int = 0) -> float:
         """When a message of `seconds`, whose last byte arrives `now`, has been received."""
-        arrivals = self._arrivals.setdefault(sender, {})
-        start = max([now - seconds, *(at for other, at in arrivals.items() if other >= rank)])
+        arrivals, start = self._arrivals.setdefault(sender, {}), now - seconds
+        for other, at in arrivals.items():
+            if other >= rank and at > start:
+                start = at
         arrivals[rank] = now
         return max(self._slots.take(start, seconds), now)

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from shoal.core.consensus.certificates import accepted, checked, digest, seal, voted
+from shoal.core.consensus.certificates import accepted, checked, seal, voted
 from shoal.core.consensus.election import PAUSES, TERMS, ElectionRole
 from shoal.core.consensus.register import Register
 from shoal.core.consensus.validity import flaw
@@ -58,7 +58,7 @@ def a_leader() -> Register:
     register.found(View(number=1, step=0, members=(Member("a", 0),)), 0.0)
     register.propose(FIRST, 0.0)
     for name in NAMES[1:]:
-        register.on_message(name, Accept(1, 2, digest(FIRST), Signed(name)), 0.0)
+        register.on_message(name, Accept(1, 2, FIRST.digest, Signed(name)), 0.0)
     assert register.agreed == FIRST and register.leading
     return register
 
@@ -74,11 +74,11 @@ CLAIMS: tuple[Message, ...] = (
     Vote(2**31, granted=False),
     Vote(2**31, granted=True, by=Signed("x")),
     Accept(2**31, 0),
-    Accept(1, 2, digest(FIRST), Signed("x")),
+    Accept(1, 2, FIRST.digest, Signed("x")),
     VoteRequest(2**31, 2**31, 2**53),
     VoteRequest(1, 2**31, 2**53, trial=True),
     Lead(2**31, 2**53),
-    Lead(2, 2, 1, digest(FIRST), PROOF, (Signed("x"),)),
+    Lead(2, 2, 1, FIRST.digest, PROOF, (Signed("x"),)),
     Propose(Entry(2, TAKEN, ()), 2),
     Propose(Entry(2, TAKEN, ()), 2, BY_X),
     Propose(Entry(2, TAKEN, NAMES), 2, BY_X),
@@ -139,7 +139,7 @@ def test_a_peer_whose_term_ran_ahead_alone_comes_back_to_the_leader_it_can_see()
     register = a_follower().register
     while register.term < 5:
         register.election.campaign(20.0)
-    lead = Lead(1, 2, 1, digest(FIRST))
+    lead = Lead(1, 2, 1, FIRST.digest)
     register.on_message("a", lead, 20.1)
     assert (register.term, register.leader) == (1, "a"), "nobody relies on a term that it gave no vote in"
     register.on_message("c", VoteRequest(3, 9, 9), 40.0)
@@ -152,7 +152,7 @@ def test_a_vote_stands_when_its_term_is_returned_to() -> None:
     register = a_follower().register
     register.on_message("c", VoteRequest(3, 9, 9), 40.0)
     register.election.campaign(80.0)
-    register.on_message("c", Lead(3, 2, 1, digest(FIRST), votes=(Signed("b"), Signed("c"))), 80.1)
+    register.on_message("c", Lead(3, 2, 1, FIRST.digest, votes=(Signed("b"), Signed("c"))), 80.1)
     assert (register.term, register.leader) == (3, "c")
     commands = register.on_message("a", VoteRequest(3, 9, 9), 120.0)
     votes = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, Vote)]
@@ -205,7 +205,7 @@ def test_only_a_peer_that_was_in_the_view_before_says_that_it_was_removed(name: 
 def test_a_leads_word_without_proof_agrees_to_nothing() -> None:
     register, view = a_follower().register, successor(reason="next")
     register.on_message("a", Propose(Entry(1, view, NAMES), 1), 0.1)
-    lead = Lead(1, 3, 1, digest(view))
+    lead = Lead(1, 3, 1, view.digest)
     register.on_message("a", lead, 0.1)
     register.on_message("a", msgspec.structs.replace(lead, proof=Proof("a", (Signed("a"),))), 0.1)
     assert register.agreed == FIRST
@@ -221,8 +221,8 @@ def test_only_the_signers_own_signature_passes_the_driver() -> None:
         return one.signature == one.peer.encode() + data[:0] and data in known
 
     view = successor()
-    known = {accepted(1, 3, digest(view), "a"), voted(2, "c")}
-    sealed = seal("b", "a", Accept(1, 3, digest(view), Signed("b")), lambda data: sign_as("b"))
+    known = {accepted(1, 3, view.digest, "a"), voted(2, "c")}
+    sealed = seal("b", "a", Accept(1, 3, view.digest, Signed("b")), lambda data: sign_as("b"))
     assert checked("a", "b", sealed, holds) == sealed
     assert checked("a", "c", sealed, holds) is None, "another hands it on"
     assert checked("x", "b", sealed, holds) is None, "for another leader's proposal"
@@ -241,7 +241,7 @@ def test_a_leader_that_leaves_shows_the_view_to_those_who_leave_with_it() -> Non
     commands = [
         command
         for name in ("b", "c")
-        for command in register.on_message(name, Accept(1, 3, digest(view), Signed(name)), 0.0)
+        for command in register.on_message(name, Accept(1, 3, view.digest, Signed(name)), 0.0)
     ]
     assert register.agreed == view and not register.leading
     to_b = [command.message for command in commands if isinstance(command, Send) and command.peer == "b"]
@@ -249,10 +249,10 @@ def test_a_leader_that_leaves_shows_the_view_to_those_who_leave_with_it() -> Non
 
 
 def test_a_leader_signs_its_own_part_of_a_proof_when_it_leaves() -> None:
-    lead = Lead(1, 2, 1, digest(FIRST), Proof("a", (Signed("a"), Signed("b", b"k", b"s"))), (Signed("a"),))
+    lead = Lead(1, 2, 1, FIRST.digest, Proof("a", (Signed("a"), Signed("b", b"k", b"s"))), (Signed("a"),))
     sealed = seal("a", "c", lead, lambda data: Signed("a", b"k", data[:20]))
     assert isinstance(sealed, Lead) and sealed.proof is not None
-    assert [one.signature for one in sealed.proof.signed] == [accepted(1, 2, digest(FIRST), "a")[:20], b"s"]
+    assert [one.signature for one in sealed.proof.signed] == [accepted(1, 2, FIRST.digest, "a")[:20], b"s"]
     assert sealed.votes[0].signature == voted(1, "a")[:20]
 
 
@@ -296,4 +296,15 @@ def test_no_voter_accepts_a_view_that_cannot_follow(name: str, view: View) -> No
 def test_a_view_that_can_follow_is_accepted() -> None:
     assert flaw(FIRST, NEXT, SETTINGS) == ""
     commands = a_follower().handle(Received("a", Propose(Entry(1, NEXT, NAMES), 1)), 0.1)
-    assert Send("a", Accept(1, 3, digest(NEXT), Signed("b"))) in commands
+    assert Send("a", Accept(1, 3, NEXT.digest, Signed("b"))) in commands
+
+
+def test_what_is_computed_of_a_view_is_neither_sent_nor_handed_to_the_next_one() -> None:
+    before = msgspec.msgpack.encode(NEXT)
+    known = NEXT.voters, NEXT.digest, NEXT.serving, NEXT.present, NEXT.replicas, NEXT.work, NEXT.started
+    assert msgspec.msgpack.encode(NEXT) == before and msgspec.msgpack.decode(before, type=type(NEXT)) == NEXT
+    members = (*NEXT.members, msgspec.structs.replace(NEXT.members[0], peer="z.1", stage=0))
+    after = msgspec.structs.replace(NEXT, members=members, step=NEXT.step + 1)
+    assert after.voters == (*known[0], "z.1") and "z.1" in after.votes and after.digest != known[1]
+    assert after.serving == after.present == known[2] | {"z.1": 0} and after.work == known[5] + 1
+    assert after.replicas[0] == [*known[4][0], "z.1"]

@@ -18,6 +18,10 @@ class AServer:
         self.busy, self.has_state, self.unfit = False, True, ""
         self.epoch = self.stage = self.step = 0
 
+    @property
+    def held(self) -> tuple[int, int] | None:
+        return (self.epoch, self.stage) if self.has_state and not self.unfit else None
+
     def stage_of(self, peer: str) -> int | None:
         return {"p0": 0, "p1": 1}.get(peer)
 

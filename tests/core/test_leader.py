@@ -7,7 +7,6 @@ import random
 import msgspec
 import pytest
 
-from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
 from shoal.core.leader.rules.proposal import together
@@ -75,7 +74,7 @@ class LeaderRig:
             if self.register.proposing and self.register.accepted is not None:
                 view = self.register.accepted.view
                 for peer in [m.peer for m in view.members] + list(self.register.accepted.before):
-                    accept = Accept(1, view.number, digest(view), Signed(peer))
+                    accept = Accept(1, view.number, view.digest, Signed(peer))
                     self.said += self.register.on_message(peer, accept, self.now)
             fresh = self.register.take()
             for view in fresh:

@@ -9,7 +9,6 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.consensus.certificates import digest
 from shoal.core.consensus.register import Register
 from shoal.core.leader.leader import Leader
 from shoal.core.leader.membership import owners_of
@@ -197,7 +196,7 @@ class Leading:
         self.mind.decide(self.register, 1.0)
         if self.register.accepted is not None and self.register.proposing:
             view = self.register.accepted.view
-            self.register.on_message("a", Accept(1, view.number, digest(view), Signed("a")), 1.0)
+            self.register.on_message("a", Accept(1, view.number, view.digest, Signed("a")), 1.0)
         for view in self.register.take():
             self.mind.on_view(view, 1.0)
         assert self.register.agreed is not None

@@ -996,7 +996,7 @@ def test_reduced_is_repeated_to_whoever_leads() -> None:
 
 def test_a_commit_of_what_i_hold_is_applied_and_opens_the_next_step() -> None:
     play = reduced()
-    kept = [f"{blob}" for blob in play.server._rounds._current.live]  # type: ignore[union-attr]
+    kept = [f"{blob}" for blob in play.server._rounds.current.live]  # type: ignore[union-attr]
     play.view(a_commit(save=True))
     task = play.task(Apply)
     assert (task.step, task.round, task.norm, task.save) == (0, 1, 2.0, True)

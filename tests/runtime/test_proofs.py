@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.core.consensus.certificates import accepted, digest
+from shoal.core.consensus.certificates import accepted
 from shoal.core.messages import Committed, Member, Phase, Share, Signed, View
 from shoal.launcher.files.proofs import FILE, OLDER, ProofFile, verified
 from shoal.runtime.proofs import Verifier
@@ -41,7 +41,7 @@ def a_line(
     view: View, signers: list[Identity], run: str = AUTHORITY.run, passes: dict[str, bytes] = PASSES, term: int = 3
 ) -> Proven:
     leader, voters = view.members[0].peer, tuple(one.peer for one in view.members)
-    data = accepted(term, view.number, digest(view), leader)
+    data = accepted(term, view.number, view.digest, leader)
     signed = tuple(Signed(one.name, one.public, one.sign(f"agree {run}", data)) for one in signers)
     return Proven(view.number, msgspec.msgpack.encode(view), term, leader, voters, signed, passes)
 

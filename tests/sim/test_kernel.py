@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from shoal.core import messages as m
 from shoal.kept import Kept
-from shoal.sim.kernel import Kernel
+from shoal.sim.kernel import THRESHOLDS, Kernel
 from shoal.sim.network import CLEAN, Network
 from shoal.sim.scenarios import catalogue, drawing, scenario
 from shoal.sim.tasks.pace import Pace
@@ -274,3 +275,15 @@ def test_a_backward_whose_activations_are_kept_takes_one_forward_less() -> None:
     began = bench.kernel.now
     bench.do(runner, m.RunBackward("b2", 0, 2, 0, "x2", "g2", ""))
     assert [*taken_s, bench.kernel.now - began] == [pytest.approx(seconds) for seconds in (2.0, 3.0, 3.0)]
+
+
+def test_garbage_is_collected_as_before_once_a_simulation_ends() -> None:
+    def fails(_: object) -> None:
+        seen.append(gc.get_threshold())
+        raise ValueError("a simulation that breaks")
+
+    kernel, before, seen = Kernel(), gc.get_threshold(), list[tuple[int, int, int]]()
+    kernel.at(1.0, fails)
+    with pytest.raises(ValueError, match="breaks"):
+        kernel.run(until=10.0, events=100)
+    assert gc.get_threshold() == before and seen == [THRESHOLDS]

@@ -8,7 +8,9 @@ is trained.
 
 from __future__ import annotations
 
+import hashlib
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -203,9 +205,11 @@ class Phase(Enum):
     FAILED = "failed"  # the run is over before its last step: a stage cannot be loaded, or training diverges
 
 
-class View(Value, frozen=True):
+class View(Value, frozen=True, dict=True, gc=True):
     """The replicated value. `members` vote, serve and train; `joining` download their stage's state. Who was a member before
-    goes on voting while it does: otherwise two moves and two deaths would leave five peers without a quorum."""
+    goes on voting while it does: otherwise two moves and two deaths would leave five peers without a quorum.
+
+    What follows from the fields is computed once for each view (`dict`): every peer asks for it with every message."""
 
     number: Count
     step: Count  # the oldest not committed; equals the version of the parameters
@@ -234,12 +238,12 @@ class View(Value, frozen=True):
         float, ...
     ] = ()  # of each stage, how long a microbatch's part of a round usually is (Settings.robust)
 
-    @property
+    @cached_property
     def started(self) -> bool:
         """This epoch's first step has begun."""
         return self.phase not in (Phase.GATHERING, Phase.FAILED)
 
-    @property
+    @cached_property
     def finished(self) -> bool:
         """The run is over, with or without its last step."""
         return self.phase in (Phase.FINISHED, Phase.FAILED)
@@ -249,12 +253,12 @@ class View(Value, frozen=True):
         """Why the run is over before its last step; '' if it is not."""
         return self.reason if self.phase is Phase.FAILED else ""
 
-    @property
+    @cached_property
     def ahead(self) -> bool:
         """The books of `step` are closed and it is averaged, while the next step is computed."""
         return self.phase is Phase.OVERLAPPING
 
-    @property
+    @cached_property
     def begun(self) -> bool:
         """The next step was opened: it is computed, or waits for `step`, which was opened again."""
         return self.phase in (Phase.OVERLAPPING, Phase.REOPENED)
@@ -278,15 +282,43 @@ class View(Value, frozen=True):
             and all(one.stage != holding.stage for one in self.rebuilt)
         )
 
-    @property
+    @cached_property
     def work(self) -> int:
         """The step whose microbatches are computed."""
         return self.step + self.ahead
 
-    @property
+    @cached_property
     def voters(self) -> tuple[Peer, ...]:
         """Whose quorum agrees on the view that follows this one."""
         return tuple([member.peer for member in self.members] + [member.peer for member in self.joining if member.back])
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that it says, as hexadecimal digits."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:40]
+
+    @cached_property
+    def votes(self) -> frozenset[Peer]:
+        """`voters` as a set."""
+        return frozenset(self.voters)
+
+    @cached_property
+    def serving(self) -> dict[Peer, Stage]:
+        """The stage of each member."""
+        return {member.peer: member.stage for member in self.members}
+
+    @cached_property
+    def present(self) -> dict[Peer, Stage]:
+        """The stage of each member and joiner."""
+        return {member.peer: member.stage for member in self.joining} | self.serving
+
+    @cached_property
+    def replicas(self) -> dict[Stage, list[Peer]]:
+        """The members of each stage, in their order."""
+        replicas: dict[Stage, list[Peer]] = {}
+        for member in self.members:
+            replicas.setdefault(member.stage, []).append(member.peer)
+        return replicas
 
 
 class Entry(Value, frozen=True):

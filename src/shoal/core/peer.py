@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shoal.core.consensus.election import ElectionRole
 from shoal.core.consensus.register import Register
 from shoal.core.inference.server import InferenceServer
+from shoal.core.kinds import ABOUT_RUN, CONSENSUS, FROM_LEADER, SERVER, TO_LEADER, TRANSFER, WORK
 from shoal.core.leader.leader import Leader
 from shoal.core.member.admission import Admission
 from shoal.core.member.departure import Departure
@@ -22,21 +24,11 @@ from shoal.core.member.notes import change_note
 from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
-    Accept,
     Asked,
     Asker,
-    AuditAnswer,
-    AuditRequest,
-    Backward,
     Barred,
     BlobRef,
-    Booker,
     BookerRequest,
-    BooksRequest,
-    BoundaryTensor,
-    Cancel,
-    Chunk,
-    ChunkRequest,
     Command,
     Complaint,
     CopyRequest,
@@ -45,103 +37,39 @@ from shoal.core.messages import (
     Drop,
     Event,
     Failed,
-    Forward,
     Found,
-    GatherChunk,
     Generate,
     Heartbeat,
     HiddenStates,
     Join,
     JoinRefused,
     Lead,
-    Leave,
     LineMeasured,
-    LoadFailed,
-    NonFinite,
     Note,
     Objection,
-    Offer,
     Override,
     Peer,
     Propose,
-    Published,
-    PublishRequest,
-    Query,
-    Recall,
     Received,
-    Recomputed,
-    RecomputeRequest,
     Redirect,
-    ReduceChunk,
-    Reduced,
-    Resend,
-    Round,
-    RoundFailed,
-    RoundWaits,
     SaveAsked,
-    Saved,
-    SaveRequest,
     Send,
     Settings,
     StandingRequest,
-    StateRequest,
-    TensorGone,
-    TensorPending,
-    TensorRequest,
     Unreachable,
     View,
-    Vote,
     VoteRequest,
     Wire,
     asker_of,
 )
 from shoal.core.server.server import Server
-from shoal.core.timers import soonest
+from shoal.core.timers import Called, soonest
 from shoal.core.trainer.trainer import Trainer
 from shoal.core.transfer.transfer import StateTransfer
 
 if TYPE_CHECKING:
     from random import Random
 
-CONSENSUS = frozenset({Lead, Propose, Accept, VoteRequest, Vote})
-TRANSFER = frozenset({StateRequest, Offer, ChunkRequest, Chunk})
-TO_LEADER = frozenset(
-    {
-        Heartbeat,
-        Join,
-        Leave,
-        Complaint,
-        Reduced,
-        RoundFailed,
-        RoundWaits,
-        Booker,
-        LoadFailed,
-        NonFinite,
-        Saved,
-        Published,
-        AuditAnswer,
-        Recomputed,
-    }
-)
-ABOUT_RUN = frozenset({Dismissed, StandingRequest, Override, Redirect, JoinRefused})
-FROM_LEADER = frozenset({Round, SaveRequest, PublishRequest, CopyRequest, AuditRequest, RecomputeRequest})
-SERVER = frozenset(
-    {
-        Forward,
-        Backward,
-        Query,
-        Recall,
-        Cancel,
-        BooksRequest,
-        BoundaryTensor,
-        TensorRequest,
-        TensorPending,
-        TensorGone,
-        ReduceChunk,
-        GatherChunk,
-        Resend,
-    }
-)
 GAP_BEATS = 3  # without an event: this process did not run
 ALIVE_SILENCES = 2  # a peer that sent anything within that time may be alive
 
@@ -166,7 +94,7 @@ class PeerMachine:
         )
         self.departure = Departure(settings)
         self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
-        self.last_now: float | None = None
+        self._called = Called()
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -219,13 +147,27 @@ class PeerMachine:
         return self.departure.finished
 
     @property
+    def last_now(self) -> float | None:
+        """When this machine was last given an event."""
+        return self._called.at
+
+    @property
     def deadline(self) -> float | None:
+        called = self._called
+        if called.deadline is None:
+            called.deadline = self._soonest()
+        return called.deadline
+
+    def _soonest(self) -> float | None:
+        """Asked in every event, hence of the parts what they keep, where they keep it."""
+        transfer, inference = self.transfer, self.inference
         return soonest(
             self.register.deadline,
             self.server.deadline,
-            self.trainer.deadline,
-            self.transfer.deadline,
-            self.inference.deadline,
+            self.trainer.timers.deadline,
+            transfer.downloader.retry_at,
+            transfer.copier.downloader.retry_at,
+            inference.deadline if inference.asked else None,
             self.heartbeat.beat_at,
             self.admission.find_at,
             self.departure.linger_at,
@@ -236,31 +178,43 @@ class PeerMachine:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take in one event; the commands are to be carried out in order."""
-        if self.finished:
+        if self.departure.finished:
             return []
-        commands = self._begin(now)
-        self.trainer.leader = self.server.leader = self.register.leader
-        commands += self._dispatch(event, now)
-        commands += self._tick(now)
-        return self._settle(commands, now)
+        called = self._called
+        last, called.at = called.at, now
+        gap_s = 0.0 if last is None else now - last
+        commands = (
+            self._begin(last, gap_s, now) if last is None or gap_s > GAP_BEATS * self.settings.heartbeat_s else []
+        )
+        if self.register.election.leader != called.leader:
+            self._follow()
+        if type(event) is Received:
+            commands += self._received(event, now)
+        else:
+            commands += self._dispatch(event, now)
+        called.deadline = at = self._soonest()
+        if (at is not None and now >= at) or self.admission.lost(now):
+            return self._settle(commands + self._tick(now), now)
+        if now >= self.judge.look_at or self.judge.objects is not None:
+            commands += self.judge.tick(now)
+        return commands if self._settled(now) else self._settle(commands, now)
 
-    def _begin(self, now: float) -> list[Command]:
+    def _begin(self, last: float | None, gap_s: float, now: float) -> list[Command]:
         """The first call founds the run or begins to look for it. Later a gap means that this process did not run."""
-        last, self.last_now = self.last_now, now
         if last is None:
             return self.admission.begin(now)
-        gap_s = now - last
-        if gap_s > GAP_BEATS * self.settings.heartbeat_s:
-            self.register.forgive(gap_s, now)
-            self.trainer.forgive(gap_s)
-            self.leader_role.forgive(gap_s, now)
-            self.judge.forgive(gap_s, now)
+        self.register.forgive(gap_s, now)
+        self.trainer.forgive(gap_s)
+        self.leader_role.forgive(gap_s, now)
+        self.judge.forgive(gap_s, now)
         return []
+
+    def _follow(self) -> None:
+        """The parts know the register's leader."""
+        self._called.leader = self.trainer.leader = self.server.leader = self.register.leader
 
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
-            case Received():
-                return self._received(event, now)
             case Done():
                 if asker_of(event.id) != "inference":
                     self.judge.show_work(now)
@@ -299,17 +253,20 @@ class PeerMachine:
 
     def _received(self, event: Received, now: float) -> list[Command]:
         peer, message = event.peer, event.message
-        self.register.show_life(peer, now)
+        if self.register.election.role is ElectionRole.LEADER:
+            self.register.replication.show_life(peer, now)
         self.roster.show_life(peer, now)
         kind = type(message)
+        if kind in WORK:
+            return self._about_work(event, now)
         if kind in CONSENSUS:
             return self._on_consensus(peer, message, now)
+        if kind in TO_LEADER:
+            return self._to_leader(peer, message, now)
         if kind in TRANSFER:
             return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
         if kind is Generate or (kind is HiddenStates and self.roster.belongs(peer)):
             return self.inference.on_message(peer, message, event.blobs, event.fault, now)
-        if kind in TO_LEADER:
-            return self._to_leader(peer, message, now)
         if isinstance(message, Objection):
             return self.judge.on_message(peer, message, now)
         if kind in ABOUT_RUN:
@@ -365,20 +322,18 @@ class PeerMachine:
     def _about_work(self, event: Received, now: float) -> list[Command]:
         """The leader's requests, and messages between members and joiners. What others send is dropped."""
         peer, message = event.peer, event.message
-        if isinstance(message, BookerRequest):
-            if peer != self.register.leader:
-                return []
-            return self.trainer.on_who_booked(peer, message, now) or self.server.on_who_booked(peer, message)
         kind = type(message)
-        if kind in FROM_LEADER:
-            allowed = peer == self.register.leader
-        else:
-            allowed = self.roster.belongs(peer)
-        if not allowed:
+        if kind in FROM_LEADER or kind is BookerRequest:
+            if peer != self.register.leader:
+                return _drop(event.blobs) if kind is not BookerRequest else []
+            if isinstance(message, BookerRequest):
+                return self.trainer.on_who_booked(peer, message, now) or self.server.on_who_booked(peer, message)
+            if kind is CopyRequest:
+                return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
+            return self.server.on_message(peer, message, event.blobs, event.fault, now)
+        if peer not in self.roster.present and not self.roster.belongs(peer):
             return _drop(event.blobs)
-        if kind is CopyRequest:
-            return self.transfer.on_message(peer, message, event.blobs, event.fault, now)
-        part = self.server if kind in FROM_LEADER or kind in SERVER else self.trainer
+        part = self.server if kind in SERVER else self.trainer
         return part.on_message(peer, message, event.blobs, event.fault, now)
 
     # -------------------------------------------------------------------------------------------------- settling
@@ -394,8 +349,21 @@ class PeerMachine:
             commands += self.relay.tick(now)
         return commands + (self._finish(True, self._run_over) if self.departure.due(now) else [])
 
+    def _settled(self, now: float) -> bool:
+        """Nothing is due, and there is nothing for `_settle` to do, as after most events."""
+        server, register = self.server, self.register
+        if server.changed or server.stale or server.unfit or register.views.fresh:
+            return False
+        if register.election.role is ElectionRole.LEADER:
+            if not self.leader_role.waits(now):
+                return False
+        elif self.leader_role.term:
+            return False
+        return not (self.transfer.load_failed is not None or (self.inference.asked and self.inference.waits))
+
     def _settle(self, commands: list[Command], now: float) -> list[Command]:
         """Let agreed views take effect, decide if this peer leads, and report to the leader."""
+        self._called.deadline = None
         while True:
             for view in self.register.take():
                 commands += self._adopt(view, now)
@@ -441,7 +409,7 @@ class PeerMachine:
         self.roster.adopt(view)
         self.judge.on_view(before, view, now)
         self.leadership.followed_s = self.judge.idle_s
-        self.trainer.leader = self.server.leader = self.register.leader
+        self._follow()
         commands: list[Command] = []
         if self.register.leading:
             self.leader_role.on_view(view, now)

@@ -92,9 +92,7 @@ class ReplicaState(msgspec.Struct):
         """The peers of the view."""
         view = self.view
         if self._known.view is not view:
-            serving = {member.peer: member.stage for member in view.members} if view is not None else {}
-            joining = {member.peer: member.stage for member in view.joining} if view is not None else {}
-            self._known = Known(view, serving, joining | serving)
+            self._known = NOBODY if view is None else Known(view, view.serving, view.present)
         return self._known
 
 
@@ -135,15 +133,17 @@ def member_of(members: tuple[Member, ...], peer: Peer) -> Member | None:
 
 def owner_of(view: View, index: Index) -> Peer | None:
     """The owner of microbatch `index`; None where the view names none."""
-    if index >= len(view.owners) or view.owners[index] >= len(view.members):
+    owners, members = view.owners, view.members
+    if index >= len(owners) or owners[index] >= len(members):
         return None
-    return view.members[view.owners[index]].peer
+    return members[owners[index]].peer
 
 
 def _owners(view: View) -> list[Peer | None]:
     """`owner_of` of each microbatch: every peer asks for all of them with every view."""
     peers = [member.peer for member in view.members]
-    return [peers[at] if at < len(peers) else None for at in view.owners]
+    count = len(peers)
+    return [peers[at] if at < count else None for at in view.owners]
 
 
 def complain(replica: ReplicaState, peer: Peer, reason: str) -> list[Command]:

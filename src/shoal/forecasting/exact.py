@@ -24,7 +24,6 @@ from shoal.forecasting.job import Job
 from shoal.forecasting.rates import MEAN_LATE
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch
-from shoal.sim.context import Values
 from shoal.sim.lines import LineRates, Wire, part_values
 from shoal.sim.node import Node, Process, Who
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
@@ -55,18 +54,17 @@ class JobWire(Wire, frozen=True, kw_only=True):
         machines = self.job.machines
         return float(machines.delay_s[pair]) / MEAN_LATE, float(machines.bandwidth_Bps[pair]) or math.inf
 
-    def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
-        seats = self.job.seats
-        match blob:
-            case ("x", _, _, 0, _):
-                return int(seats.tokens_bytes)
-            case ("part", int(stage), int(low), int(high), _):
-                return int((high - low) * seats.gradient_bytes[stage] / self.lengths[stage])
-            case ("state", (_, int(stage), *_), *_):
-                return int(self.job.state_bytes[stage] / self.chunks)
-            case ("g", *_):
-                return int(seats.back_bytes)
-        return int(seats.boundary_bytes)
+    def nbytes(self, blob: tuple[Any, ...], chunks: int) -> int:
+        """Asked for every tensor that is sent, hence no `match`."""
+        seats, kind = self.job.seats, blob[0]
+        if kind == "part":
+            _, stage, low, high, *_ = blob
+            return int((high - low) * seats.gradient_bytes[stage] / self.lengths[stage])
+        if kind == "x" and blob[3] == 0:
+            return int(seats.tokens_bytes)
+        if kind == "state":
+            return int(self.job.state_bytes[blob[1][1]] / self.chunks)
+        return int(seats.back_bytes if kind == "g" else seats.boundary_bytes)
 
 
 class JobPace(Pace):
@@ -81,7 +79,7 @@ class JobPace(Pace):
 
     def seconds(self, task: m.Task, inputs: Sequence[Blob], length: int) -> float:
         job = self._job
-        if isinstance(task, m.RunForward | m.RunBackward):
+        if isinstance(task, (m.RunForward, m.RunBackward)):
             table = job.forward_s if isinstance(task, m.RunForward) else job.backward_s
             seconds = float(table[self._kind, task.stage])
             self._busy[task.stage] += seconds
@@ -107,9 +105,13 @@ class JobPace(Pace):
 
 
 class _Watch(Watch):
-    """Only which view is the newest: invariants are for the tests."""
+    """Only which view is the newest, and when a round is opened: invariants are for the tests."""
 
-    def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None: ...
+    opens: Callable[[], None]
+
+    def sent(self, peer: m.Peer, to: m.Peer, message: m.Message) -> None:
+        if type(message) is m.Round:
+            self.opens()
 
     def agreed(self, peer: m.Peer, view: m.View) -> None:
         if self.newest is None or view.number > self.newest.number:
@@ -196,13 +198,6 @@ class _Clock:
         self._working_s, self.round_open, self.failed = 0.0, False, False
 
 
-class _Bill(msgspec.Struct):
-    """By kind of machine."""
-
-    hours: list[float]
-    sent_bytes: list[float]
-
-
 class ExactRun(Swarm):
     """One history. `play` plays it; afterwards `history` says what came of it."""
 
@@ -216,7 +211,8 @@ class ExactRun(Swarm):
         world = self.context.world
         assert self.case.wire is not None and isinstance(self.case.wire, JobWire)
         world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
-        self.context.watch = _Watch(self.settings, world, lambda: self.kernel.now)
+        self.context.watch = watch = _Watch(self.settings, world, lambda: self.kernel.now)
+        watch.opens = self._open
         self.delivery.sample = 1 << 62  # messages are the tests' to encode
         # Connections, when a machine goes; else silence
         self._breaks = job.patience.detection_s < job.patience.heartbeat_timeout_s
@@ -224,7 +220,7 @@ class ExactRun(Swarm):
         self.clock = _Clock(job)
         self.tally = Tally()
         self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
-        self._bill = _Bill([0.0] * len(job.machines.kinds), [0.0] * len(job.machines.kinds))
+        self._hours = [0.0] * len(job.machines.kinds)  # by kind of machine
         self._redone = 0
         self._hopeless_s = 0.0  # since when nothing can be agreed any more
 
@@ -277,11 +273,18 @@ class ExactRun(Swarm):
             moves=self.tally.moves,
             lost_stages=self.tally.lost_stages,
             undone_steps=view.account.undone // job.microbatches if view is not None else 0,
-            peer_hours=tuple(self._bill.hours),
-            sent_bytes=tuple(self._bill.sent_bytes),
+            peer_hours=tuple(self._hours),
+            sent_bytes=self._sent_bytes(),
             stuck=stuck,
             digest=self.context.history.digest(),
         )
+
+    def _sent_bytes(self) -> tuple[float, ...]:
+        """By kind of machine."""
+        sent_bytes = [0.0] * len(self._hours)
+        for peer, nbytes in self.delivery.sent_bytes.items():
+            sent_bytes[self._job.machines.kind_of[self._seated[_key(peer)]]] += nbytes
+        return tuple(sent_bytes)
 
     @property
     def seconds(self) -> float:
@@ -327,7 +330,7 @@ class ExactRun(Swarm):
     def _leave(self, key: int) -> None:
         _, since_s = self._asked.pop(key)
         kind = self._job.machines.kind_of[self._seated[key]]
-        self._bill.hours[kind] += (self.kernel.now - since_s) / HOUR_S
+        self._hours[kind] += (self.kernel.now - since_s) / HOUR_S
 
     def boot(self, who: Who) -> None:
         if who[0] in self._asked:  # a process that ended itself is started again only where its machine still is
@@ -345,15 +348,11 @@ class ExactRun(Swarm):
     def _begin_faults(self) -> None:
         self.context.timeline.began_s = self.kernel.now
 
-    def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
-        if values and source != target:
-            assert self.case.wire is not None
-            kind = self._job.machines.kind_of[self._seated[_key(source)]]
-            self._bill.sent_bytes[kind] += sum(self.case.wire.nbytes(value, 0) for value in values)
-        elif type(message) is m.Round and not self.clock.round_open:
+    def _open(self) -> None:
+        """A leader asks for a round."""
+        if not self.clock.round_open:
             self._spend()
             self.clock.round_open, self.clock.failed = True, False
-        super().carry(source, target, message, values, honest=honest)
 
     def agreed(self, node: Node, view: m.View) -> None:
         before = self.watch.newest

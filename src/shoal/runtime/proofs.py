@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shoal.core.consensus.certificates import accepted, digest, proves
+from shoal.core.consensus.certificates import accepted, proves
 from shoal.core.messages import Committed, Entry, Peer, Proof, Propose, View
 from shoal.core.names import key_of
 from shoal.core.peer import PeerMachine
@@ -71,7 +71,7 @@ class Verifier:
             raise ValueError(f"not a view: {error}") from None
         if view.last is None:
             raise ValueError(f"view {view.number} commits nothing")
-        data = accepted(line.term, view.number, digest(view), line.leader)
+        data = accepted(line.term, view.number, view.digest, line.leader)
         signed = tuple(one for one in line.signed if self._admits(one.peer) and self._holds(one, data))
         if not proves(Entry(line.term, view, line.before), Proof(line.leader, signed)):
             voters = len(view.voters)

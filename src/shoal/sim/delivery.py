@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -27,13 +28,15 @@ class Delivery:
     def __init__(self, context: Context, processes: Processes) -> None:
         # No peers: they send texts; None: unreachable
         self.clients: dict[m.Peer, Callable[[m.Peer, m.Message | None], None]] = {}
-        self.swallows: Callable[[m.Peer, m.Peer, Values], bool] = lambda source, target, values: False
+        self.swallows: Callable[[m.Peer, m.Peer, Values], bool] | None = None
+        self.sent_bytes: Counter[m.Peer] = Counter()  # over lines, by sender
         self._context = context
         self._processes = processes
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
         self.refused = REFUSED
         self.sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
         self._messages = 0
+        self._known: set[tuple[m.Peer, bool]] = set()  # whose transport knows its line, up or down
 
     def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
         """Hand a message to the network. `honest`: its sender is."""
@@ -42,7 +45,7 @@ class Delivery:
         self._messages += 1
         if honest and self._messages % self.sample == 0:
             self._check_encoding(source, message)
-        if self.swallows(source, target, values):
+        if self.swallows is not None and self.swallows(source, target, values):
             return
         if honest and type(message) is m.Propose:
             self._propose(message.entry.view)
@@ -60,10 +63,15 @@ class Delivery:
             nbytes = case.scenario.values if chunk else case.scenario.boundary_bytes * len(values)
         for at in context.network.arrivals(source, target, nbytes, kernel.now, priority):
             kernel.at(at, self._arrive, parcel)
-        stranger = context.network.faults.stranger
-        if stranger and context.chance.random() < stranger and type(message) is not m.Join:
+        if context.network.faults.stranger:
+            self._stray(parcel)
+
+    def _stray(self, parcel: Parcel) -> None:
+        """A stranger may send the same, sooner or later."""
+        context, (_, target, message, values) = self._context, parcel
+        if context.chance.random() < context.network.faults.stranger and type(message) is not m.Join:
             parcel = (STRANGER, target, message, values)
-            kernel.after(context.chance.uniform(0.0, 10.0), self._arrive, parcel)
+            context.kernel.after(context.chance.uniform(0.0, 10.0), self._arrive, parcel)
 
     def current_views(self) -> list[m.View]:
         """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
@@ -85,28 +93,35 @@ class Delivery:
         """Over the sender's uplink and the receiver's downlink. What has not left when its sender dies is lost."""
         source, target, message, values = parcel
         network, kernel, died_s = self._context.network, self._context.kernel, self._processes.died_s
-        nbytes, rank = sum(wire.nbytes(value, CHUNKS) for value in values), m.rank(message)
+        nbytes, rank = sum([wire.nbytes(value, CHUNKS) for value in values]), m.rank(message)
+        self.sent_bytes[source] += nbytes
+        through = network.through
         for at in network.arrivals(source, target, nbytes, kernel.now, rank):
             left_s = network.left(source, rank)
 
             def reach(_: object, left_s: float = left_s) -> None:
                 if died_s.get(source, left_s) >= left_s:
-                    self._measured(wire, source, up=True)
-                    through_s = network.through(source, target, nbytes, rank, kernel.now)
+                    if (source, True) not in self._known:
+                        self._measured(wire, source, up=True)
+                    through_s = through(source, target, nbytes, rank, kernel.now)
                     kernel.at(through_s, self._arrive_over_line, parcel)
 
             kernel.at(at, reach)
 
     def _arrive_over_line(self, parcel: Parcel) -> None:
         wire = self._context.case.wire
-        assert wire is not None
-        self._measured(wire, parcel[1], up=False)
+        if (parcel[1], False) not in self._known:
+            assert wire is not None
+            self._measured(wire, parcel[1], up=False)
         self._arrive(parcel)
 
     def _measured(self, wire: Wire, peer: m.Peer, *, up: bool) -> None:
         """Its transport knows then what its line carries."""
         node = self._processes.nodes.get(peer)
-        if node is not None and (line := wire.measured(node.line, peer, up=up)) != node.line:
+        if node is None:
+            return
+        self._known.add((peer, up))
+        if (line := wire.measured(node.line, peer, up=up)) != node.line:
             node.line = line
             node.receive(line)
 

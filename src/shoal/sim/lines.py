@@ -108,14 +108,15 @@ class Downlinks:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._inflow: dict[m.Peer, Inflow] = {}
+        self._inflow: dict[m.Peer, tuple[float, Inflow]] = {}  # with the line's width
         self._last: dict[tuple[m.Peer, m.Peer, int], float] = {}
 
     def through(self, source: m.Peer, target: m.Peer, nbytes: int, rank: int, now: float) -> float:
         """The last byte of a tensor of that rank is at the target's line `now`. In order from each sender, within a rank."""
-        width = self._wire.line(target).down_Bps
-        inflow = self._inflow.setdefault(target, Inflow())
-        key = source, target, rank
+        known = self._inflow.get(target)
+        if known is None:
+            known = self._inflow[target] = self._wire.line(target).down_Bps, Inflow()
+        (width, inflow), key = known, (source, target, rank)
         at = max(inflow.through(source, nbytes / width if width else 0.0, now, rank), self._last.get(key, 0.0))
         self._last[key] = at
         return at

@@ -54,23 +54,28 @@ class Network:
         self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
         self._uplinks: dict[Peer, SimulatedUplink] = {}
         self._wire = wire
-        self._downlinks = Downlinks(wire) if wire is not None else None
+        if wire is not None:
+            self.through = Downlinks(wire).through
 
     def arrivals(self, source: Peer, target: Peer, nbytes: int, now: float, rank: int = 0) -> tuple[float, ...]:
         """When the message arrives: nothing if it is lost, twice if it is doubled. `nbytes` 0: a control message."""
-        lane = 1 + rank if nbytes else 0
-        draw = self._rng.random
-        link = self._links.get((source, target))
+        draw, pair, lane = self._rng.random, (source, target), 0
+        link = self._links.get(pair)
         if link is None:
-            link = self._links[(source, target)] = self._link(source, target)
-        if self.cut and (source, target) in self.cut:
+            link = self._links[pair] = self._link(source, target)
+        if self.cut and pair in self.cut:
             return ()
         at = now + link.delay_s * (1.0 + LATE * draw())
         if nbytes:
+            lane = 1 + rank
             at += self._wait(source, nbytes, now, rank) + nbytes / link.bandwidth_Bps
         faults = self.faults
         if faults is CLEAN:
-            return (self._order(link, at, lane),)
+            last_s = link.last_s  # as `_order`, of most messages
+            if at < last_s[lane]:
+                at = last_s[lane]
+            last_s[lane] = at
+            return (at,)
         if draw() < faults.drop:
             return ()
         if draw() < faults.delay:
@@ -83,11 +88,6 @@ class Network:
     def left(self, source: Peer, rank: int) -> float:
         """When the last blob of that rank leaves, or has left, its sender's uplink."""
         return self._uplinks[source].free_s[rank]
-
-    def through(self, source: Peer, target: Peer, nbytes: int, rank: int, now: float) -> float:
-        """When a blob whose last byte is at the target's line `now` has passed it."""
-        assert self._downlinks is not None
-        return self._downlinks.through(source, target, nbytes, rank, now)
 
     def part(self, groups: tuple[tuple[Peer, ...], tuple[Peer, ...]], both: bool) -> list[tuple[Peer, Peer]]:
         """Cut from the first group to the second, and back if `both`. Returns the pairs, for `join`."""
@@ -119,10 +119,11 @@ class Network:
         if uplink is None:
             uplink = self._uplinks[source] = SimulatedUplink(self._line_rate(source))
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
-        uplink.free_s[rank] = left = max(*uplink.free_s[: rank + 1], now) + seconds
+        free_s = uplink.free_s
+        free_s[rank] = left = max(max(free_s[: rank + 1]), now) + seconds
         for lower in range(rank + 1, RANKS):
-            if uplink.free_s[lower] > now:
-                uplink.free_s[lower] += seconds
+            if free_s[lower] > now:
+                free_s[lower] += seconds
         return left - now
 
     def _line_rate(self, source: Peer) -> float:
@@ -132,5 +133,8 @@ class Network:
         return float(low * (high / low) ** self._rng.random())
 
     def _order(self, link: SimulatedLink, at: float, lane: int) -> float:
-        link.last_s[lane] = at = max(at, link.last_s[lane])
+        last_s = link.last_s
+        if at < last_s[lane]:
+            return last_s[lane]
+        last_s[lane] = at
         return at

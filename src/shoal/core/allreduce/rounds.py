@@ -60,6 +60,7 @@ class Current(msgspec.Struct):
     group: tuple[Peer, ...]
     joiners: tuple[Peer, ...]  # joiners of the stage, who get the sums from my row and bring nothing
     piece: Piece
+    pace: Pace  # of that piece
     began: float
     waiting: Waiting
     repeat_at: float = 0.0  # when Reduced is sent again
@@ -78,7 +79,7 @@ class Rounds:
         self._serial = serial
         self._replica = replica
         self._stage = 0  # of the round under way
-        self._current: Current | None = None
+        self.current: Current | None = None
         self._newest = -1  # the highest round of this step that I began or refused
         self._reason = ""  # why I am not in that round (any more)
         self._early = EarlyChunks()
@@ -88,7 +89,7 @@ class Rounds:
     @property
     def cutting(self) -> int | None:
         """The step whose sum is being copied, or pieces of it still will be: nothing may be added to it."""
-        current = self._current
+        current = self.current
         if current is None:
             return None
         copied = current.piece.layout.last and not any(isinstance(task, Cut) for task in current.tasks.values())
@@ -96,22 +97,22 @@ class Rounds:
 
     @property
     def active(self) -> int | None:
-        return None if self._current is None else self._current.message.round
+        return None if self.current is None else self.current.message.round
 
     @property
     def deadline(self) -> float | None:
-        current = self._current
+        current = self.current
         if current is None:
             return None
         if current.reduced is not None:
             return current.repeat_at
-        return min(current.waiting.ask_at, current.waiting.report_at(self._pace(current.piece)))
+        return min(current.waiting.ask_at, current.waiting.report_at(current.pace))
 
     def begin(self, message: Round, me: Share, now: float) -> list[Command]:
         """Take part, with `me` as what I booked, or say why not. The caller has seen to it that nothing is being added."""
         view = self._replica.view
         assert view is not None
-        current = self._current
+        current = self.current
         if current is not None and current.message.round == message.round:
             if me not in [msgspec.structs.replace(one, line_rate=0) for one in message.groups[self._stage]]:
                 return self.fail(message, f"the round is not of what I booked, {len(me.indices)} microbatches")
@@ -127,7 +128,7 @@ class Rounds:
         if self._name not in [share.peer for share in shares]:
             self._reason = f"{self._name} is not listed"
             return commands
-        self._current = current = self._joined(message, shares, now)
+        self.current = current = self._joined(message, shares, now)
         return commands + self._cut(current) + self._take_early(current, now)
 
     def _joined(self, message: Round, shares: tuple[Share, ...], now: float) -> Current:
@@ -142,7 +143,8 @@ class Rounds:
         )
         piece = Piece(layout, layout.role(self._name))
         self._times.begin(self._replica.length, shares)
-        return Current(message, group, joiners, piece, now, Waiting(now + self._pace(piece).patience_s, now))
+        pace = self._pace(piece)
+        return Current(message, group, joiners, piece, pace, now, Waiting(now + pace.patience_s, now))
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -152,7 +154,7 @@ class Rounds:
 
     def end(self, reason: str) -> list[Command]:
         """Let go of the round under way. Blobs that a running task reads stay until it has ended."""
-        current, self._current, self._reason = self._current, None, reason
+        current, self.current, self._reason = self.current, None, reason
         if current is None:
             return []
         if current.reduced is None:
@@ -175,16 +177,16 @@ class Rounds:
         """A view of the same step: a peer that left it is fenced, so an exchange with it must not be finished. Those of other stages are
         their own replicas' to end, and the leader's, who commits none of them."""
         commands = self._early.keep_senders(self._serves)
-        lost = fenced(self._current.message, view, (self._stage,)) if self._current is not None else None
+        lost = fenced(self.current.message, view, (self._stage,)) if self.current is not None else None
         return commands + (self.end(f"{lost} left in view {view.number}") if lost is not None else [])
 
     @property
     def shares(self) -> tuple[Share, ...]:  # of my stage, in the round under way
-        return self._current.message.groups[self._stage] if self._current is not None else ()
+        return self.current.message.groups[self._stage] if self.current is not None else ()
 
     def holds(self, last: Committed) -> bool:
         """Whether the reduced gradient held here is the one that was committed."""
-        reduced = self._current.reduced if self._current is not None else None
+        reduced = self.current.reduced if self.current is not None else None
         return (
             reduced is not None
             and (reduced.step, reduced.round) == (last.step, last.round_of(self._stage))
@@ -194,7 +196,7 @@ class Rounds:
 
     def summed(self, round_: int) -> tuple[SummedChunk, ...]:
         """The chunks of that round whose sums are checked against their parts; () where it is not gathered here, or they are not."""
-        current = self._current
+        current = self.current
         if current is None or current.reduced is None or current.message.round != round_:
             return ()
         return tuple(current.checks.chunks)
@@ -211,7 +213,7 @@ class Rounds:
             return self._hold(peer, EarlyChunk(message, blobs, fault))
         if message.step != view.step:
             return drop(blobs)
-        current = self._current
+        current = self.current
         if current is not None and message.round == current.message.round:
             if peer not in current.group:
                 return drop(blobs)
@@ -231,7 +233,7 @@ class Rounds:
 
     def _hold(self, peer: Peer, early: EarlyChunk) -> list[Command]:
         """Few per sender, parts and sums apart: of its newest round and piece."""
-        replicas = sum(stage == self._replica.stage for stage in self._replica.known.present.values())
+        replicas = list(self._replica.known.present.values()).count(self._replica.stage)
         return self._early.hold(peer, early, early_parts(replicas))
 
     def _take_early(self, current: Current, now: float) -> list[Command]:
@@ -244,7 +246,7 @@ class Rounds:
 
         commands: list[Command] = []
         for peer, early in self._early.take_due(due):
-            if early.message.round == newest and peer in current.group and self._current is current:
+            if early.message.round == newest and peer in current.group and self.current is current:
                 commands += self._take(current, peer, early, now)
             else:
                 commands += drop(early.blobs)
@@ -296,8 +298,8 @@ class Rounds:
         return self._report_missing(current, now)
 
     def on_unreachable(self, peer: Peer) -> None:
-        if self._current is not None:  # what was on its way there is lost
-            self._current.copies.keep(lambda chunk: chunk[0] != peer)
+        if self.current is not None:  # what was on its way there is lost
+            self.current.copies.keep(lambda chunk: chunk[0] != peer)
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -305,7 +307,7 @@ class Rounds:
         if done.id in self._void:
             inputs, outputs = self._void.pop(done.id)
             return drop(inputs + outputs)
-        current = self._current
+        current = self.current
         task = current.tasks.pop(done.id, None) if current is not None else None
         if current is None or task is None:
             return []
@@ -336,7 +338,7 @@ class Rounds:
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
         if failed.id in self._void:
             return drop(self._void.pop(failed.id)[0])
-        current = self._current
+        current = self.current
         task = current.tasks.pop(failed.id, None) if current is not None else None
         if current is None or task is None:
             return []
@@ -360,7 +362,8 @@ class Rounds:
         number = current.piece.number + 1
         layout = self._layout(current.message.groups[self._stage], number)
         current.piece = Piece(layout, layout.role(self._name), number, before=before)
-        withdrawn = self._report_waits(current, ()) if current.waiting.on_piece(self._pace(current.piece), now) else []
+        current.pace = self._pace(current.piece)
+        withdrawn = self._report_waits(current, ()) if current.waiting.on_piece(current.pace, now) else []
         return commands + withdrawn + self._cut(current) + self._take_early(current, now)
 
     def _on_cut(self, current: Current, task: Cut) -> list[Command]:
@@ -425,13 +428,13 @@ class Rounds:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Command]:
-        current, deadline = self._current, self.deadline
+        current, deadline = self.current, self.deadline
         if current is None or deadline is None or now < deadline:
             return []
         if current.reduced is not None:
             current.repeat_at = now + 2 * self._settings.heartbeat_s
             return self._report()
-        waiting, pace, commands = current.waiting, self._pace(current.piece), list[Command]()
+        waiting, pace, commands = current.waiting, current.pace, list[Command]()
         if now >= waiting.report_at(pace):
             commands += self._report_missing(current, now)
         if now >= waiting.ask_at:
@@ -443,11 +446,7 @@ class Rounds:
     def _report_missing(self, current: Current, now: float) -> list[Command]:
         missing = missing_from(current.piece, self._name)
         current.waiting.on_report(now)
-        return (
-            self._report_waits(current, missing, current.waiting.in_vain(self._pace(current.piece), now))
-            if missing
-            else []
-        )
+        return self._report_waits(current, missing, current.waiting.in_vain(current.pace, now)) if missing else []
 
     def _pace(self, piece: Piece) -> Pace:
         return self._times.pace(piece.layout.bounds[-1] - piece.layout.bounds[0])
@@ -455,7 +454,7 @@ class Rounds:
     # ---------------------------------------------------------------------------------------------------------- sends
 
     def _report(self) -> list[Command]:
-        reduced, leader = self._current.reduced if self._current is not None else None, self._replica.leader
+        reduced, leader = self.current.reduced if self.current is not None else None, self._replica.leader
         return [Send(leader, reduced)] if reduced is not None and leader is not None else []
 
     def _report_waits(

@@ -10,6 +10,7 @@ withdraws the report. Whoever is asked in vain for a sum reports at once whose p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -27,7 +28,7 @@ QUICK, ASKS = 12, 6  # after so many times the pause between two doubles, as oft
 VAIN = 4  # but not sooner than so many times after the leader has learned whom I wait for: it judges by what comes then
 
 
-class Pace(msgspec.Struct, frozen=True):
+class Pace(msgspec.Struct, frozen=True, dict=True):
     """What a replica's waiting is measured in, seconds: a heartbeat, the least for any request, a usual round, one that takes longer for
     all that may lengthen it, and a piece of a usual one."""
 
@@ -37,11 +38,11 @@ class Pace(msgspec.Struct, frozen=True):
     slow_s: float
     piece_s: float
 
-    @property
+    @cached_property
     def patience_s(self) -> float:
         return max(LEAST * self.least_s, self.usual_s)
 
-    @property
+    @cached_property
     def vain_s(self) -> float:
         """Without anything new for so long a replica waits in vain."""
         return max(TELL * max(self.patience_s, self.slow_s), TELL_BEATS * self.beat_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.core.consensus.certificates import digest, quorum, signers
+from shoal.core.consensus.certificates import quorum, signers
 from shoal.core.messages import Entry, Peer, Proof, Propose, Signed, View
 
 TURNS = 16  # changes of the voters that a peer may have missed and still be brought up to date without a new admission
@@ -26,7 +26,6 @@ class AgreedViews:
         self._name = name
         self._turns: list[Propose] = []  # newest agreed views that changed the voters
         self._commits: list[Propose] = []  # newest agreed views that began a step
-        self._digests: dict[int, tuple[View, str]] = {}  # of the newest views, by number
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -45,16 +44,14 @@ class AgreedViews:
     def votes_here(self) -> bool:
         """This peer is a voter of the newest view that it holds."""
         entry = self.accepted
-        return entry is not None and (self._name in entry.before or self._name in entry.view.voters)
+        return entry is not None and (self._name in entry.view.votes or self._name in entry.before)
 
     def entitled(self, peer: Peer) -> bool:
         """`peer` is a voter of the newest view held here, agreed or accepted: its messages count."""
-        views = [self.entry.view] if self.entry is not None else []
-        if self.accepted is not None:
-            views.append(self.accepted.view)
-            if peer in self.accepted.before:
-                return True
-        return any(peer in view.voters for view in views)
+        if self.entry is not None and peer in self.entry.view.votes:
+            return True
+        accepted = self.accepted
+        return accepted is not None and (peer in accepted.view.votes or peer in accepted.before)
 
     def voters(self) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
         """The two sets of voters whose quorums decide: before and after a proposal in flight. Without one the first set is empty."""
@@ -83,14 +80,6 @@ class AgreedViews:
         kept = {one.entry.view.number: one for one in (*self._turns, *(self._commits if commits else ()))}
         between = [kept[each] for each in sorted(kept) if number < each < entry.view.number]
         return [*between, Propose(entry=entry, term=entry.term, proof=self.proof)]
-
-    def digest(self, view: View) -> str:
-        """Computed once for each of the newest views."""
-        known = self._digests.get(view.number)
-        if known is None or known[0] is not view:
-            self._digests = {number: one for number, one in self._digests.items() if number >= view.number - 1}
-            known = self._digests[view.number] = view, digest(view)
-        return known[1]
 
     # --------------------------------------------------------------------------------------------------- changes
 

@@ -9,7 +9,6 @@ machine receives only valid signatures. For the other modules of consensus and t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
@@ -21,11 +20,6 @@ from shoal.core.names import invite_of
 Sign = Callable[[bytes], Signed]  # by the peer itself
 Holds = Callable[[Signed, bytes], bool]
 SIGNED = frozenset({Accept, Lead, Propose, Vote})  # messages that can carry signatures: few of all that are sent
-
-
-def digest(view: View) -> str:
-    """Of everything that a view says, as hexadecimal digits."""
-    return hashlib.sha256(msgspec.msgpack.encode(view)).hexdigest()[:40]
 
 
 def accepted(term: int, number: int, view: str, leader: Peer) -> bytes:
@@ -49,7 +43,7 @@ def quorum(voters: Iterable[Peer], yes: Iterable[Peer], founder: str) -> bool:
     """More than half of `voters` are in `yes`, or half of them with the casting voter; true of no voters at all. Any two quorums of the
     same voters have a peer in common."""
     voters, yes = tuple(voters), set(yes)
-    ahead = 2 * sum(voter in yes for voter in voters) - len(voters)
+    ahead = 2 * sum(map(yes.__contains__, voters)) - len(voters)
     return not voters or ahead > 0 or (ahead == 0 and casting_voter(voters, founder) in yes)
 
 
@@ -87,15 +81,17 @@ def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
             return msgspec.structs.replace(message, by=sign(data))
         case Vote(by=Signed()):
             return msgspec.structs.replace(message, by=sign(voted(message.term, to)))
-        case Lead() if message.proof is not None or message.votes:
+        case Lead():
             proof = message.proof
+            if proof is None and not message.votes:
+                return message
             if proof is not None:
                 proof = own(proof, message.decided_term, message.number, lambda: message.digest)
             votes = mine(message.votes, lambda: voted(message.term, me))
             return msgspec.structs.replace(message, proof=proof, votes=votes)
         case Propose(proof=Proof() as proof):
             entry = message.entry
-            proof = own(proof, entry.term, entry.view.number, lambda: digest(entry.view))
+            proof = own(proof, entry.term, entry.view.number, lambda: entry.view.digest)
             return msgspec.structs.replace(message, proof=proof)
     return message
 
@@ -124,6 +120,6 @@ def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message |
             return msgspec.structs.replace(message, proof=proof, votes=votes)
         case Propose(proof=Proof() as proof):
             entry = message.entry
-            data = accepted(entry.term, entry.view.number, digest(entry.view), proof.leader)
+            data = accepted(entry.term, entry.view.number, entry.view.digest, proof.leader)
             return msgspec.structs.replace(message, proof=Proof(proof.leader, held(proof.signed, data)))
     return message

@@ -91,7 +91,8 @@ class Register:
 
     @property
     def deadline(self) -> float | None:
-        return self.replication.beat_at if self.leading else self.election.election_at
+        election = self.election
+        return self.replication.beat_at if election.role is ElectionRole.LEADER else election.election_at
 
     def entitled(self, peer: Peer) -> bool:
         """`peer` is a voter of the newest view held here: its messages count."""
@@ -185,7 +186,7 @@ class Register:
         held, proof = self.accepted, lead.proof
         if held is None or proof is None or (held.view.number, held.term) != (lead.number, lead.decided_term):
             return []
-        if self.views.digest(held.view) == lead.digest and proves(held, proof):
+        if held.view.digest == lead.digest and proves(held, proof):
             self.views.agree(held, proof)
         return []
 
@@ -211,7 +212,7 @@ class Register:
         elif self.accepted != entry:
             return []
         self.election.pledge()
-        return [Send(peer, Accept(self.term, view.number, self.views.digest(view), Signed(self.name)))]
+        return [Send(peer, Accept(self.term, view.number, view.digest, Signed(self.name)))]
 
     def _refuse(self, peer: Peer, term: int) -> list[Command]:
         """Show a deposed leader that its term is over, and one of this term that its votes are missing here."""
@@ -236,12 +237,12 @@ class Register:
         """Both quorums signed it, and a quorum of the voters known here is among them. A peer that is in no view, or that has
         received nothing from a leader for long, knows no voters to compare with."""
         agreed = self.agreed
+        if agreed is not None and entry.view.number <= agreed.number:
+            return False
         if not proves(entry, proof) or flaw(None, entry.view, self.settings):
             return False
         if agreed is None:
             return True
-        if entry.view.number <= agreed.number:
-            return False
         if set(entry.before) == set(agreed.voters) and entry.view.founder == agreed.founder:
             return True
         if quorum(agreed.voters, signers(proof.signed), agreed.founder):

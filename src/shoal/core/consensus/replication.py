@@ -82,7 +82,7 @@ class Replication:
         if message.term != self._election.term or message.by.peer != peer:
             return []
         assert views.accepted is not None
-        if message.number != views.accepted.view.number or message.digest != views.digest(views.accepted.view):
+        if message.number != views.accepted.view.number or message.digest != views.accepted.view.digest:
             return []
         self._followers.add(peer)
         if views.proposing:
@@ -161,7 +161,7 @@ class Replication:
             term=self._election.term,
             number=view.number,
             decided_term=views.entry.term,
-            digest=views.digest(view),
+            digest=view.digest,
             stalled=self.stalled,
             proof=views.proof if agreed else None,
         )

@@ -50,16 +50,17 @@ def _members(view: View, settings: Settings) -> str:
     stages = [member.stage for member in everyone + view.fenced] + [one.stage for one in view.rebuilt]
     if max(stages) >= settings.stages:
         return f"somebody serves a stage beyond the run's {settings.stages}"
-    admitted = Counter(map(invite_of, names))
-    for name in names:
-        if admitted[invite_of(name)] > limit_of(name):
-            return f"{admitted[invite_of(name)]} peers with invite {invite_of(name)}, which admits {limit_of(name)}"
+    invites = list(map(invite_of, names))
+    admitted = Counter(invites)
+    for name, invite in zip(names, invites, strict=True):
+        if admitted[invite] > limit_of(name):
+            return f"{admitted[invite]} peers with invite {invite}, which admits {limit_of(name)}"
     return ""
 
 
 def _numbers(view: View, settings: Settings) -> str:
     count = settings.count(view.work)
-    if len(view.owners) not in (0, count) or any(at >= len(view.members) for at in view.owners):
+    if len(view.owners) not in (0, count) or max(view.owners, default=0) >= len(view.members):
         return f"{len(view.owners)} owners among {len(view.members)} members of {count} microbatches"
     if max(view.number, view.epoch) >= NUMBERS or view.step > settings.steps:
         return f"number {view.number}, epoch {view.epoch}, step {view.step} of {settings.steps}"

@@ -81,6 +81,7 @@ class Kept(msgspec.Struct):
 class InferenceServer:
     def __init__(self, name: Peer, settings: Settings, server: Server) -> None:
         self.name, self.settings = name, settings
+        self.asked = False  # ever, for texts: in most runs never, and nothing needs to be looked at
         self._server = server
         self._serial = count()
         self._queue: dict[str, Request] = {}  # by session, the oldest first
@@ -107,6 +108,7 @@ class InferenceServer:
     def on_message(
         self, peer: Peer, message: Wire, blobs: tuple[BlobRef, ...], fault: str, now: float
     ) -> list[Command]:
+        self.asked = True
         names = tuple(blob.id for blob in blobs)
         if isinstance(message, Generate):
             request = Request(peer, 0, message, "", now)
@@ -149,6 +151,15 @@ class InferenceServer:
 
     # ------------------------------------------------------------------------------------------------------ running
 
+    @property
+    def waits(self) -> bool:
+        """`go_on` has something to do."""
+        return (
+            bool(self._queue)
+            or (self._pending_at is None) != (self._running is None)
+            or self._server.held != self._held
+        )
+
     def go_on(self, now: float) -> list[Command]:
         """Start the oldest request, where no hop of training is in its way."""
         commands = self._settle()
@@ -170,8 +181,7 @@ class InferenceServer:
 
     def _settle(self) -> list[Command]:
         """Keys and values belong to one stage of one epoch."""
-        server = self._server
-        held = (server.epoch, server.stage) if server.has_state and not server.unfit else None
+        held = self._server.held
         if held == self._held:
             return []
         self._held = held

@@ -138,8 +138,9 @@ class Facts:
         if member.peer in serving:
             return False
         differ, state = False, (view.step, view.epoch)
-        for peer, other in self.heartbeats.items():
-            if other.digest and (other.step, other.epoch) == state and serving.get(peer) == member.stage:
+        for peer in view.replicas.get(member.stage, ()):
+            other = self.heartbeats.get(peer)
+            if other is not None and other.digest and (other.step, other.epoch) == state:
                 if other.digest == own:
                     return False
                 differ = True
@@ -172,9 +173,7 @@ class Facts:
     def on_view(self, view: View, now: float) -> None:
         """A view is agreed (this leader proposed it, or it is the one it begins with)."""
         before = self.view
-        joining = {member.peer: member.stage for member in view.joining}
-        serving = {member.peer: member.stage for member in view.members}
-        self.known = Known(view, serving, serving | joining)
+        self.known = Known(view, view.serving, view.serving | {one.peer: one.stage for one in view.joining})
         self.changed = True
         self._on_members(before, view, now)
         self._forget_absent()

@@ -95,6 +95,10 @@ class Leader:
 
     # ----------------------------------------------------------------------------------------------------- deciding
 
+    def waits(self, now: float) -> bool:
+        """`decide` has nothing to look at, as after most heartbeats."""
+        return not (self.facts.changed or self.stall or self.facts.evidence.resigns) and now < self._check_at
+
     def decide(self, register: Register, now: float) -> list[Command]:
         """At most one proposal, and messages. Without news the rules are asked once a beat."""
         view, facts = register.agreed, self.facts

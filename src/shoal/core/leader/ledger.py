@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -19,6 +20,9 @@ MOST_LOSS = 1e6  # of a microbatch, in nats per token: a vocabulary of 2^20 has 
 FAR_LOSS = (
     16.0  # times the median of a step's microbatches: with 4, an honest step of four was 15 % too low once in 150
 )
+
+
+_INDEX = attrgetter("index")
 
 
 class Doubled(msgspec.Struct, frozen=True):
@@ -107,15 +111,18 @@ class Ledger:
             return False
         return not self.faults(members)
 
+    def _indices(self, members: tuple[Member, ...]) -> list[set[Index]]:
+        """What is booked, by stage. Of all books a leader asks for it once a beat and more, hence no loop over their entries."""
+        seen: list[set[Index]] = [set() for _ in range(self.stages)]
+        for member in members:
+            seen[member.stage].update(map(_INDEX, self.books.get(member.peer, ())))
+        return seen
+
     def faults(self, members: tuple[Member, ...]) -> list[str]:
         """Missing and doubly booked indices, in words."""
-        seen: list[dict[int, Peer]] = [{} for _ in range(self.stages)]
-        faults = []
-        for member in members:
-            for booking in self.books.get(member.peer, ()):
-                other = seen[member.stage].setdefault(booking.index, member.peer)
-                if other != member.peer:
-                    faults.append(f"microbatch {booking.index} is booked by {other} and {member.peer}")
+        seen, faults = self._indices(members), []
+        if sum(map(len, seen)) < sum(len(self.books.get(member.peer, ())) for member in members):
+            faults = [f"microbatch {two.index} is booked by {two.one} and {two.two}" for two in self.doubled(members)]
         for stage, indices in enumerate(seen):
             due = self._count(stage) - self.microbatches * (not self.trains)
             if len(indices) < due:
@@ -124,10 +131,12 @@ class Ledger:
 
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
         """Microbatches that are not booked at every stage, with the highest stage that lacks each: backward passes go down from it."""
-        booked = {(member.stage, one.index) for member in members for one in self.books.get(member.peer, ())}
-        missing = []
+        booked, missing = self._indices(members), []
+        everywhere = set.intersection(*booked)
         for index in range(self.microbatches + self.heldout):
-            lacking = [stage for stage in self._stages(index) if (stage, index) not in booked]
+            if index in everywhere:
+                continue
+            lacking = [stage for stage in self._stages(index) if index not in booked[stage]]
             if lacking:
                 missing.append((index, lacking[-1]))
         return missing

@@ -41,7 +41,7 @@ class Admission:
         return self._register.found(view, now)
 
     def tick(self, now: float) -> list[Command]:
-        if self.find_at is None and self._lost(now):
+        if self.lost(now):
             self.find_at = now
         if self.find_at is None or now < self.find_at:
             return []
@@ -90,7 +90,9 @@ class Admission:
     def _join(self) -> Join:
         return Join(self._server.holding, self._settings.seat, self._settings.answers)
 
-    def _lost(self, now: float) -> bool:
-        """A view lists this peer, but no leader was heard for long."""
-        inside = self._roster.view is not None and not self._roster.outside and not self._register.leading
-        return inside and now - self._register.heard_leader_at > 2 * self._settings.heartbeat_timeout_s
+    def lost(self, now: float) -> bool:
+        """A view lists this peer, but no leader was heard for long, and it does not look for the run yet."""
+        silent_s = now - self._register.election.heard_leader_at
+        if self.find_at is not None or silent_s <= 2 * self._settings.heartbeat_timeout_s:
+            return False
+        return self._roster.view is not None and not self._roster.outside and not self._register.leading

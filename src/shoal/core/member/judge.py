@@ -80,7 +80,13 @@ class Pauses:
 
     def too_long(self, timeout_s: float, now: float) -> str:
         """Why it is likely that nothing will be done any more, in words."""
-        known, idle_s = len(self._steps) >= MEASURED, self.idle_s(timeout_s) * self._patience
+        known = len(self._steps) >= MEASURED
+        if (
+            now - self.worked_at <= (IDLE if known else FIRST) * timeout_s
+            and now - self.stepped_at <= FIRST * timeout_s
+        ):
+            return ""
+        idle_s = self.idle_s(timeout_s) * self._patience
         if now - self.worked_at > idle_s:
             return f"for {now - self.worked_at:.0f} s there is nothing to do"
         step_s = max(FIRST * timeout_s, STEP_TIMES * max(self._steps, default=math.inf)) * self._patience
@@ -130,11 +136,11 @@ class LeaderJudge:
         self._pending: tuple[tuple[int, int], float] | None = (
             None  # term and number of the proposal in flight, since when
         )
-        self._objects: tuple[Peer, int, str, bool] | None = None  # to whose view, why; am I evicted: to be told
+        self.objects: tuple[Peer, int, str, bool] | None = None  # to whose view, why; am I evicted: to be told
         self._told: dict[Peer, float] = {}
         self._gone: dict[Peer, float] = {}  # voters that a view has removed, and when
         self._doubted = ""
-        self._look_at = 0.0
+        self.look_at = 0.0
         register.judge = self.objection
 
     # ------------------------------------------------------------------------------------------------------ proposals
@@ -143,13 +149,13 @@ class LeaderJudge:
         """Why I do not accept that view as the next one; '' if I do. I accept that it evicts me, as long as it is not half of us: the
         others will miss me if I am cut off. But I tell them."""
         present = {one.peer for one in view.members + view.joining}
-        if self._name in before.voters and self._name not in present and not self._departure.leaving:
-            self._objects = leader, view.number, EVICTS, True
+        if self._name in before.votes and self._name not in present and not self._departure.leaving:
+            self.objects = leader, view.number, EVICTS, True
             gone = sum(peer not in present for peer in before.voters)
             return f"{EVICTS}, and {gone - 1} others" if 2 * gone >= len(before.voters) else ""
         wrong = self._evicts_too_many(before, present) or self._wrong(before, view)
         if wrong:
-            self._objects = leader, view.number, wrong, False
+            self.objects = leader, view.number, wrong, False
             self._doubt(leader, wrong, now)
         return wrong
 
@@ -225,7 +231,7 @@ class LeaderJudge:
         if before is not None:
             since = now - WORDS * self._settings.heartbeat_timeout_s
             self._gone = {peer: at for peer, at in self._gone.items() if at > since}
-            self._gone |= dict.fromkeys((peer for peer in before.voters if peer not in view.voters), now)
+            self._gone |= dict.fromkeys((peer for peer in before.voters if peer not in view.votes), now)
         if before is None or not before.started or view.epoch != before.epoch or view.phase not in WORK:
             self._pauses.begin(now)
         elif view.step > before.step:
@@ -246,8 +252,7 @@ class LeaderJudge:
                 return f"its view {rank[1]} is not agreed for {now - self._pending[1]:.0f} s"
         else:
             self._pending = None
-        served = {one.stage for one in view.members}
-        if view.phase not in WORK or len(served) < self._settings.stages or self._settings.serve:
+        if view.phase not in WORK or len(view.replicas) < self._settings.stages or self._settings.serve:
             self._pauses.begin(now)
             return ""
         return self._pauses.too_long(timeout_s, now)
@@ -256,9 +261,9 @@ class LeaderJudge:
         """Notes, and words to the others. Time passes slowly for this: twice in a heartbeat is enough."""
         view, leader = self._register.agreed, self._register.leader
         commands = self._tell(view, now)
-        if now < self._look_at:
+        if now < self.look_at:
             return commands
-        self._look_at = now + self._settings.heartbeat_s / 2
+        self.look_at = now + self._settings.heartbeat_s / 2
         if view is None or leader is None or self._register.leading or not self._register.views.votes_here():
             return commands
         why = self.doubts(view, now)
@@ -290,7 +295,7 @@ class LeaderJudge:
 
     def _tell(self, view: View | None, now: float) -> list[Command]:
         """The others, what I object to: once in a while."""
-        objects, self._objects = self._objects, None
+        objects, self.objects = self.objects, None
         if objects is None or view is None:
             return []
         leader, number, why, evicted = objects

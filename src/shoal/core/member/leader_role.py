@@ -16,21 +16,28 @@ class LeaderRole:
         self.led_at = float("-inf")  # when this peer led last
         self.barred: tuple[Peer, ...] = ()  # revoked by the run's authority
         self._name, self._register = name, register
-        self._term = 0  # that `leadership` has begun; 0: this peer does not lead
+        self.term = 0  # that `leadership` has begun; 0: this peer does not lead
 
     @property
     def current(self) -> bool:
         """`leadership` has begun the term of the register."""
-        return self._term == self._register.term
+        return self.term == self._register.term
+
+    def waits(self, now: float) -> bool:
+        """This peer leads, as it did before, and nothing has come up that it could decide."""
+        if not self.current or self.barred or not self.leadership.waits(now):
+            return False
+        self.led_at = now
+        return True
 
     def begin(self, view: View, now: float) -> list[Command]:
         """This peer leads a new term, with `view` agreed."""
-        self._term = self._register.term
-        return self.leadership.lead(view, self._term, now)
+        self.term = self._register.term
+        return self.leadership.lead(view, self.term, now)
 
     def end(self) -> None:
         """This peer does not lead."""
-        self._term = 0
+        self.term = 0
 
     def decide(self, now: float) -> list[Command]:
         self.leadership.bar(self.barred)
@@ -55,12 +62,12 @@ class LeaderRole:
 
     def doubt(self, peer: Peer, now: float) -> None:
         """The network says that `peer` cannot be reached."""
-        if self._term:
+        if self.term:
             self.leadership.doubt(peer, now)
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
-        if self._term:
+        if self.term:
             self.leadership.forgive(gap_s, now)
 
     def tell(self, message: Message, now: float) -> list[Command]:

@@ -80,8 +80,8 @@ class ActivationStore:
         self._bounded = 0  # of these, what the limit holds for
         self._name, self._settings, self._replica = name, settings, replica
         self.held: dict[Key, HeldTensor] = {}  # in the order of their arrival
-        self._wants: dict[Key, AwaitedTensor] = {}
-        self._failed: dict[Key, None] = {}  # what does not come
+        self.wants: dict[Key, AwaitedTensor] = {}
+        self.failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
         self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
@@ -105,7 +105,7 @@ class ActivationStore:
 
     @property
     def deadline(self) -> float | None:
-        return min(want.due for want in self._wants.values()) if self._wants else None
+        return min([want.due for want in self.wants.values()]) if self.wants else None
 
     # ---------------------------------------------------------------------------------------------------- what is kept
 
@@ -127,8 +127,8 @@ class ActivationStore:
         over = [key for key in self.held if everything or key.step < step]
         if goes_on:
             return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
-        self._wants.clear()
-        self._failed.clear()
+        self.wants.clear()
+        self.failed.clear()
         self._no_room.clear()
         self._given_up.clear()
         self._sent.clear()
@@ -179,19 +179,19 @@ class ActivationStore:
         """A hop that was taken needs these."""
         commands: list[Command] = []
         for key, sources in needed.items():
-            known = self._wants.get(key)
+            known = self.wants.get(key)
             if key in self.held or (known is not None and known.sources == sources):
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []
-            self._wants[key] = AwaitedTensor(sources, [*mine, *others], now, [now])
+            self.wants[key] = AwaitedTensor(sources, [*mine, *others], now, [now])
             commands += self._ask(key, now)
         return commands
 
     def waits_for(self, needed: dict[Key, tuple[Peer, ...]]) -> Peer:
         """Who is to give what a hop lacks: whoever was asked, else whoever made it; '' if it lacks nothing."""
         for key in needed:
-            want = self._wants.get(key)
+            want = self.wants.get(key)
             if want is not None and key not in self.held:
                 asked = (want.turns[0], *want.sources)
                 return next((peer for peer in asked if peer != self._name), self._name)
@@ -199,34 +199,34 @@ class ActivationStore:
 
     def keep_wants(self, needed: Collection[Key]) -> None:
         """No hop needs the others any more."""
-        self._wants = {key: want for key, want in self._wants.items() if key in needed}
+        self.wants = {key: want for key, want in self.wants.items() if key in needed}
 
     def take_failed(self) -> dict[Key, None]:
-        failed, self._failed = self._failed, {}
+        failed, self.failed = self.failed, {}
         return failed
 
     def on_view(self, now: float) -> list[Command]:
         """Nobody waits for a peer that has left."""
         present, commands = self._replica.known.present, list[Command]()
-        for key in [key for key, want in self._wants.items() if want.turns[0] not in present]:
+        for key in [key for key, want in self.wants.items() if want.turns[0] not in present]:
             commands += self._ask(key, now)
         return commands
 
     def tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        for key in [key for key, want in self._wants.items() if want.due <= now]:
-            del self._wants[key].turns[0]
+        for key in [key for key, want in self.wants.items() if want.due <= now]:
+            del self.wants[key].turns[0]
             commands += self._ask(key, now)
         return commands
 
     def _ask(self, key: Key, now: float) -> list[Command]:
         """The next in turn that is still there; when none is left, the tensor does not come."""
-        want = self._wants[key]
+        want = self.wants[key]
         while want.turns and want.turns[0] not in self._replica.known.present:
             del want.turns[0]
         if not want.turns:
-            self._given_up[key] = self._wants.pop(key).calls
-            self._failed[key] = None
+            self._given_up[key] = self.wants.pop(key).calls
+            self.failed[key] = None
             return []
         want.due = now + self.patience_s
         if want.turns[0] == self._name:
@@ -253,7 +253,7 @@ class ActivationStore:
             )
             commands = drop(names) + self._skip((peer, self._name), key, now)
             return commands + complain(self._replica, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
-        want = self._wants.pop(key, None)
+        want = self.wants.pop(key, None)
         if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
             self._no_room[key] = None
             return drop(names)  # its sender has it
@@ -283,7 +283,7 @@ class ActivationStore:
 
     def on_coming(self, peer: Peer, message: TensorPending, now: float) -> list[Command]:
         """It gets as long again: another copy would only make the line longer."""
-        want = self._wants.get(key_of(message))
+        want = self.wants.get(key_of(message))
         view = self._replica.view
         if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
             return []
@@ -301,7 +301,7 @@ class ActivationStore:
 
     def _skip(self, peers: tuple[Peer, ...], key: Key, now: float) -> list[Command]:
         """From these that tensor does not come."""
-        want = self._wants.get(key)
+        want = self.wants.get(key)
         if want is None:
             return []
         asked = want.turns[0] in peers

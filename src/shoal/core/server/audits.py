@@ -96,18 +96,13 @@ class Audits:
         # By task; None: of a step that is over
         self._describing: dict[str, tuple[AuditRequest | None, list[TensorRecord]] | None] = {}
         self._answer: tuple[AuditAnswer, ...] = ()
-        self._jobs: list[Audit] = []  # the first one is worked at
+        self.jobs: list[Audit] = []  # the first one is worked at
         self._fetches: dict[str, Hop | None] = {}  # by task; None: nobody wants it any more
         self._ended: dict[tuple[int, Peer], Recomputed] = {}  # answers of this step
 
     @property
     def running(self) -> bool:
-        return any(job.task for job in self._jobs)
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is computed again here."""
-        return not self._jobs
+        return bool(self.jobs) and any(job.task for job in self.jobs)
 
     @property
     def deadline(self) -> float | None:
@@ -117,7 +112,7 @@ class Audits:
         return [hop for hop in self._ahead() if hop.tries and not hop.complete]
 
     def _ahead(self) -> list[Hop]:
-        return self._jobs[0].hops[:AHEAD] if self._jobs else []
+        return self.jobs[0].hops[:AHEAD] if self.jobs else []
 
     # ---------------------------------------------------------------------------------------- what my hops have used
 
@@ -199,12 +194,12 @@ class Audits:
             return []
         if answer := self._ended.get((message.round, message.of)):
             return [Send(leader, answer)]
-        if any(job.request == message for job in self._jobs):
+        if any(job.request == message for job in self.jobs):
             return []
         if message.of == self._name or serving.get(message.of) != serving.get(self._name) or not message.hops:
             return []
         hops = [self._hop(one) for one in message.hops]
-        self._jobs.append(Audit(message, leader, hops, chunks))
+        self.jobs.append(Audit(message, leader, hops, chunks))
         return self._go_on(now)
 
     def _hop(self, of: AuditedHop) -> Hop:
@@ -248,20 +243,20 @@ class Audits:
     def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
         key = key_of(message)
         lost = any(hop.sources.get(key) == peer and key not in hop.blobs for hop in self._waiting())
-        return self._end(self._jobs[0], now) if lost else []
+        return self._end(self.jobs[0], now) if lost else []
 
     def tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for hop in [hop for hop in self._waiting() if hop.due <= now]:
             if hop.tries >= TRIES:
-                return commands + self._end(self._jobs[0], now)
+                return commands + self._end(self.jobs[0], now)
             commands += self._ask(hop, now)
         return commands
 
     def on_view(self, view: View, now: float) -> list[Command]:
         """Of the hops of one that has left, or whose inputs have, nothing is said."""
         serving, commands = self._replica.known.serving, list[Command]()
-        for job in list(self._jobs):
+        for job in list(self.jobs):
             wanted = {job.request.of, *(peer for hop in job.hops for peer in hop.sources.values())}
             if not wanted <= serving.keys():
                 commands += self._end(job, now)
@@ -271,9 +266,9 @@ class Audits:
         """The step is over, or what I hold of it is void."""
         tokens = tuple(held.blob for held in self._tokens.values())
         commands = drop(tokens)
-        for job in self._jobs:
+        for job in self.jobs:
             commands += self._let_go(job)
-        self._tokens, self._gone, self._answer, self._jobs, self._ended = {}, {}, (), [], {}
+        self._tokens, self._gone, self._answer, self.jobs, self._ended = {}, {}, (), [], {}
         self._unknown, self._describing = False, dict.fromkeys(self._describing)
         return commands
 
@@ -285,7 +280,7 @@ class Audits:
 
     def _end(self, job: Audit, now: float) -> list[Command]:
         """I cannot do it."""
-        self._jobs.remove(job)
+        self.jobs.remove(job)
         return [*self._let_go(job), *self._answered(job, (), ()), *self._go_on(now)]
 
     def _answered(self, job: Audit, hops: tuple[RecomputedHop, ...], parts: tuple[Sketch, ...]) -> list[Command]:
@@ -298,9 +293,9 @@ class Audits:
 
     def start(self) -> list[Command]:
         """The next hop, if its inputs are here and none runs."""
-        if self.running or not self._jobs:
+        if self.running or not self.jobs:
             return []
-        job = self._jobs[0]
+        job = self.jobs[0]
         hop = next((hop for hop in self._ahead() if hop.complete), None)
         if hop is None:
             return []
@@ -326,7 +321,7 @@ class Audits:
                 return [Drop((tokens,))]
             hop.tokens = tokens
             return []
-        job = next((job for job in self._jobs if job.task == done.id), None)
+        job = next((job for job in self.jobs if job.task == done.id), None)
         if job is None:
             return None
         return self._on_hop(job, done, now) if job.running is not None else self._on_parts(job, done, now)
@@ -347,7 +342,7 @@ class Audits:
         parts: dict[int, Sketch] = {}
         for chunk, sketch in zip(job.chunks, done.result.sketches, strict=True):
             parts[chunk.owner] = plus((parts.get(chunk.owner, Sketch()), sketch))
-        self._jobs.remove(job)
+        self.jobs.remove(job)
         return [*self._answered(job, tuple(job.done), tuple(parts[at] for at in sorted(parts))), *self._go_on(now)]
 
     def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
@@ -358,9 +353,9 @@ class Audits:
             return []
         if failed.id in self._fetches:
             hop = self._fetches.pop(failed.id)
-            job = next((job for job in self._jobs if hop in job.hops), None)
+            job = next((job for job in self.jobs if hop in job.hops), None)
             return self._end(job, now) if job is not None else []
-        job = next((job for job in self._jobs if job.task == failed.id), None)
+        job = next((job for job in self.jobs if job.task == failed.id), None)
         return None if job is None else self._end(job, now)
 
     def _id(self) -> str:

@@ -15,26 +15,24 @@ from shoal.core.server.verdict import Request
 class EarlyRequests:
     def __init__(self, replica: ReplicaState, limit: int) -> None:
         self._replica, self._limit = replica, limit
-        self._held: list[Request] = []
+        self.held: list[Request] = []
 
     def keep(self, request: Request) -> bool:
         """It is early, and there is room: `ripe` returns it later."""
-        if len(self._held) >= self._limit or not self._is_early(request.message):
+        if len(self.held) >= self._limit or not self._is_early(request.message):
             return False
-        self._held.append(request)
+        self.held.append(request)
         return True
 
     def ripe(self) -> list[Request]:
         """Those that can be judged now, in the order of their arrival."""
-        if not self._held:
-            return []
-        done = [held for held in self._held if not self._is_early(held.message)]
-        self._held = [held for held in self._held if self._is_early(held.message)]
+        done = [held for held in self.held if not self._is_early(held.message)]
+        self.held = [held for held in self.held if self._is_early(held.message)]
         return done
 
     def forget(self) -> list[Command]:
         """I am out of the run, or serve another stage: their owners ask elsewhere."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         return drop(tuple(blob for one in held for blob in one.blobs))
 
     def _is_early(self, message: Forward | Backward) -> bool:

@@ -51,7 +51,7 @@ from shoal.core.messages import (
 from shoal.core.replica_state import TEXT, ReplicaState, complain, drop, owner_of
 from shoal.core.server.activation_store import ActivationStore, Key, keys_of, needs
 from shoal.core.server.audits import Audits
-from shoal.core.server.jobs import Book, Declined, Job, Pace, hop_of
+from shoal.core.server.jobs import Book, Declined, Job, Pace, hop_of, job_of, next_of
 from shoal.core.server.verdict import AnswerFromBooks, Facts, Postpone, Refuse, Request, Take, judge
 from shoal.core.timers import soonest
 
@@ -85,11 +85,12 @@ class Hops:
     @property
     def busy(self) -> bool:
         """A hop runs, or could."""
-        return self._running is not None or bool(self._void) or any(map(self._complete, self._queue.values()))
+        return bool(self._running or self._void) or any(job.complete(self.store.held) for job in self._queue.values())
 
     def books(self, step: int) -> tuple[Booking, ...]:
         """What I have booked of that step."""
-        return self._books[step].entries if step in self._books else ()
+        book = self._books.get(step)
+        return book.entries if book is not None else ()
 
     @property
     def _booked(self) -> dict[Index, Booking]:
@@ -98,18 +99,18 @@ class Hops:
         return self._book_of(view.work).kept if view is not None else {}
 
     def _book_of(self, step: int) -> Book:
-        return self._books.setdefault(step, Book())
+        return self._books.get(step) or self._books.setdefault(step, Book())
 
     @property
     def deadline(self) -> float | None:
-        at = self.store.deadline
-        return at if self.audits.idle else soonest(at, self.audits.deadline)
+        if not self.store.wants and not self.audits.jobs:
+            return None
+        return soonest(self.store.deadline, self.audits.deadline)
 
     @property
     def queue_s(self) -> float:
         """Seconds of work waiting or running here, as measured."""
-        jobs = [*self._queue.values(), *([self._running] if self._running else [])]
-        return sum(self.pace.seconds(job.backward) for job in jobs)
+        return self.pace.whole_s([*self._queue.values(), *([self._running] if self._running else [])])
 
     # ---------------------------------------------------------------------------------------------- views and state
 
@@ -181,12 +182,13 @@ class Hops:
     def _take(self, request: Request, soon: float, now: float) -> list[Command]:
         """Queue it, or answer Busy when there is no room. One that waits or runs already is answered under the newer attempt."""
         peer, message = request.peer, request.message
-        job = Job(message, peer, request.blobs, peer, message.attempt)
+        job = job_of(message, peer, request.blobs)
         if job.key in self._queue or self._is_running(job):
             return self._replace(job) + self._await(now)
         commands, room = ([], True) if job.backward else self._make_room(now)
-        complete = sum(self._complete(waiting) for waiting in self._queue.values())
-        if not room or complete >= self._settings.queue_limit or len(self._queue) >= 2 * self._settings.queue_limit:
+        limit, queue = self._settings.queue_limit, self._queue
+        full = len(queue) >= limit and sum(job.complete(self.store.held) for job in queue.values()) >= limit
+        if not room or full or len(queue) >= 2 * limit:
             return commands + drop(request.blobs) + self._busy(peer, message, max(self.queue_s, soon))
         self._queue[job.key] = job
         return commands + self._await(now)
@@ -231,7 +233,8 @@ class Hops:
             return drop(queued.blobs)
         if queued is None and self._running is not None:
             newer = job if job.attempt > self._running.attempt else self._running
-            self._running = msgspec.structs.replace(self._running, attempt=newer.attempt, message=newer.message)
+            attempt, message, needed = newer.attempt, newer.message, newer.needs
+            self._running = msgspec.structs.replace(self._running, attempt=attempt, message=message, needs=needed)
         return drop(job.blobs)
 
     def on_cancel(self, peer: Peer, message: Recall | Cancel) -> list[Command]:
@@ -283,6 +286,8 @@ class Hops:
 
     def answer_asks(self) -> list[Command]:
         """Only when no former owner's backward can be booked any more after the answer."""
+        if not self._asks:
+            return []
         view, job = self._replica.view, self._running
         serving = self._replica.known.serving
         stage = serving.get(self._name)
@@ -348,14 +353,14 @@ class Hops:
         """Whatever the hops in the queue lack is wanted."""
         commands: list[Command] = []
         for job in self._queue.values():
-            commands += self.store.want(needs(job.message), now)
+            commands += self.store.want(job.needs, now)
         return commands + self._send_missing()
 
     def _send_missing(self) -> list[Command]:
         """Hops whose inputs do not come go back to their owner, for good."""
         commands: list[Command] = []
-        for key in self.store.take_failed():
-            for job in [job for job in self._queue.values() if key in needs(job.message)]:
+        for key in self.store.take_failed() if self.store.failed else ():
+            for job in [job for job in self._queue.values() if key in job.needs]:
                 del self._queue[job.key]
                 commands += drop(job.blobs)
                 epoch, step, index, stage, _ = hop_of(job.message)
@@ -376,6 +381,8 @@ class Hops:
         return commands + self._room(force=True), True
 
     def _room(self, force: bool) -> list[Command]:
+        if not self.store.full:
+            return []
         dropped = self.store.make_room(self._used(), self._booked, force)
         return self.audits.before_drop(dropped, self._booked) + drop(tuple(held.blob for held in dropped.values()))
 
@@ -385,7 +392,7 @@ class Hops:
 
     def _inputs(self, job: Job) -> tuple[str, ...]:
         """The blobs that its task reads: the stage's input, then the gradient of its output or the tokens."""
-        kept = tuple(self.store.blob(key) for key in needs(job.message))
+        kept = tuple(self.store.blob(key) for key in job.needs)
         return job.blobs + kept if job.message.stage == 0 else kept + job.blobs
 
     def _keep(self, job: Job, key: Key, nbytes: int) -> list[Command]:
@@ -422,12 +429,8 @@ class Hops:
         """One hop at a time. While my sum of a step is being cut nothing is added to it."""
         if self._running is not None or self.audits.running or not self._replica.able:
             return []
-        keys = [
-            key
-            for key, job in self._queue.items()
-            if not (job.backward and job.message.step == cutting) and self._complete(job)
-        ]
-        return self._run(self._queue.pop(min(keys))) if keys else self.audits.start()
+        first = next_of(self._queue, self.store.held, cutting)
+        return self._run(self._queue.pop(first)) if first is not None else self.audits.start()
 
     def _run(self, job: Job) -> list[Command]:
         heldout = job.message.index >= self._settings.microbatches
@@ -438,9 +441,6 @@ class Hops:
         if job.backward:
             return [Do(RunBackward(job.task, step, index, stage, x, more[0] if more else "", out, heldout))]
         return [Do(RunForward(job.task, step, index, stage, x, out, heldout))]
-
-    def _complete(self, job: Job) -> bool:
-        return all(key in self.store for key in needs(job.message))
 
     def on_done(self, done: Done, now: float) -> list[Command] | None:
         """None: not a task of mine."""

@@ -5,11 +5,14 @@ For hops.py, which decides with them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Container, Mapping
+
 import msgspec
 
 from shoal.core.latency import Latency
 from shoal.core.messages import Backward, Booking, Cancel, Forward, Index, Peer, Query, Recall, Settings, View
 from shoal.core.replica_state import ReplicaState, owner_of
+from shoal.core.server.activation_store import Key, needs
 from shoal.core.trainer.routing import BACKWARD_SIZE
 
 DECLINED_PER_MICROBATCH = 8  # attempts remembered; beyond that a request from a view not seen yet gets no answer
@@ -23,24 +26,34 @@ class Book(msgspec.Struct):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A hop that waits or runs here. `sender` sent it with `blobs`; `reply` gets the answer, under `attempt`."""
+    """A hop that waits or runs here. `sender` sent it with `blobs`; `reply` gets the answer, under `attempt`. `needs`: what it reads from
+    the activation store, and who are said to hold it. `key`: backwards first, as they free memory here and at the owner; then the older
+    microbatch."""
 
     message: Forward | Backward
     sender: Peer
     blobs: tuple[str, ...]
     reply: Peer
     attempt: int
+    needs: dict[Key, tuple[Peer, ...]]
+    backward: bool
+    key: tuple[bool, Index]
     task: str = ""
     out: str = ""
 
-    @property
-    def backward(self) -> bool:
-        return isinstance(self.message, Backward)
+    def complete(self, held: Container[Key]) -> bool:
+        """All that it reads is `held`."""
+        for key in self.needs:
+            if key not in held:
+                return False
+        return True
 
-    @property
-    def key(self) -> tuple[bool, Index]:
-        """Backwards first: they free memory here and at the owner. Then the older microbatch."""
-        return not self.backward, self.message.index
+
+def job_of(message: Forward | Backward, sender: Peer, blobs: tuple[str, ...]) -> Job:
+    """What that message asks for."""
+    backward = isinstance(message, Backward)
+    key = not backward, message.index
+    return Job(message, sender, blobs, sender, message.attempt, needs(message), backward, key)
 
 
 def hop_of(message: Forward | Backward | Recall | Cancel | Query) -> tuple[int, int, int, int, int]:
@@ -100,16 +113,35 @@ class Pace:
 
     def seconds(self, backward: bool) -> float:
         own, other = (self._backward_s, self._forward_s) if backward else (self._forward_s, self._backward_s)
-        if own.value is not None:
-            return own.value
-        if other.value is not None:
-            return other.value * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
+        if (seconds := own.value) is not None:
+            return seconds
+        if (seconds := other.value) is not None:
+            return seconds * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
         planned = self._settings.stage_seconds
         whole = planned[self._replica.stage] if self._replica.stage < len(planned) else 0.0
         return whole * (BACKWARD_SIZE if backward else 1.0) / (1.0 + BACKWARD_SIZE)
+
+    def whole_s(self, jobs: Collection[Job]) -> float:
+        """Of all these."""
+        if not jobs:
+            return 0
+        forward_s, backward_s = self.seconds(False), self.seconds(True)
+        return sum([backward_s if job.backward else forward_s for job in jobs])
 
     @property
     def rate(self) -> float:
         """Microbatches per second, forward and backward, when busy; 0 before anything is known."""
         seconds = self.seconds(False) + self.seconds(True)
         return 1.0 / seconds if seconds > 0 else 0.0
+
+
+def next_of(
+    queue: Mapping[tuple[bool, Index], Job], held: Container[Key], cutting: int | None
+) -> tuple[bool, Index] | None:
+    """The hop to run of those that wait; no backward of the step whose sum is being cut. None: nothing can run."""
+    first: tuple[bool, Index] | None = None
+    for key, job in queue.items():
+        waits = job.backward and job.message.step == cutting
+        if (first is None or key < first) and not waits and job.complete(held):
+            first = key
+    return first

@@ -110,6 +110,12 @@ class Server:
         return self._replica.epoch
 
     @property
+    def held(self) -> tuple[int, int] | None:
+        """Epoch and stage of the state held here, if it is what the run agreed on."""
+        replica = self._replica
+        return (replica.epoch, replica.stage) if replica.has_state and not replica.unfit else None
+
+    @property
     def digest(self) -> str:
         return self._replica.digest
 
@@ -158,7 +164,12 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self._hops.deadline, self._rounds.deadline, self._catch_up.deadline, self._retell_at)
+        first, rounds = self._hops.deadline, self._rounds  # asked after every event of every peer
+        if rounds.current is not None:
+            first = soonest(first, rounds.deadline)
+        if self._catch_up.commits or self._retell_at is not None:
+            first = soonest(first, self._catch_up.deadline, self._retell_at)
+        return first
 
     @property
     def since(self) -> int:
@@ -244,8 +255,8 @@ class Server:
 
     def _continue(self, now: float) -> list[Command]:
         """What may go on after anything has changed: a round that waited, questions, the next hop."""
-        commands = self._try_round(now) + self._catch_up.go_on()
-        for held in self._early.ripe():
+        commands = (self._try_round(now) if self._round is not None else []) + self._catch_up.go_on()
+        for held in self._early.ripe() if self._early.held else ():
             commands += self._hops.on_hop(held, now)
         commands += self._hops.answer_asks() + self._hops.start(self._rounds.cutting)
         if self._unreported and not self._hops.running(self.work):  # else the step is not complete
@@ -320,7 +331,7 @@ class Server:
     def on_message(
         self, peer: Peer, message: Message, blobs: tuple[BlobRef, ...], fault: str, now: float
     ) -> list[Command]:
-        names = tuple(blob.id for blob in blobs)
+        names = tuple([blob.id for blob in blobs]) if blobs else ()
         match message:
             case Forward() | Backward():
                 request = Request(peer, message, names, fault)
@@ -362,10 +373,11 @@ class Server:
         self._rounds.on_unreachable(peer)
 
     def on_done(self, done: Done, now: float) -> list[Command]:
-        booked, closed, applying = len(self.books), len(self.closed), self._replica.applying
+        work, applying = self.work, self._replica.applying
+        booked, closed = len(self._hops.books(work)), len(self._hops.books(work - 1))
         commands = self._hops.on_done(done, now)
-        self.changed = self.changed or len(self.closed) > closed
-        self._unreported = self._unreported or len(self.books) > booked
+        self.changed = self.changed or len(self._hops.books(work - 1)) > closed
+        self._unreported = self._unreported or len(self._hops.books(work)) > booked
         if commands is None and applying is not None and applying.id == done.id:
             commands = self._applied(applying, done)
         if commands is None:

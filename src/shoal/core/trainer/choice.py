@@ -23,14 +23,31 @@ def in_progress(active: Active) -> dict[Peer, float]:
     """Size of what each peer has been asked, or will be asked next."""
     load: dict[Peer, float] = {}
     for m in active:
-        hop = m.hop
-        there = {m.next: FORWARD_SIZE}
-        if hop is not None and hop.kind is not Kind.FETCH:
-            there[hop.to] = FORWARD_SIZE
-            there[hop.peer] = hop.kind.size
-        for peer, size in there.items():
-            load[peer] = load.get(peer, 0.0) + size
+        hop, then = m.hop, m.next
+        if hop is None or hop.kind is Kind.FETCH:
+            load[then] = load.get(then, 0.0) + FORWARD_SIZE
+            continue
+        peer, to = hop.peer, hop.to
+        load[peer] = load.get(peer, 0.0) + hop.kind.size
+        if to != peer:
+            load[to] = load.get(to, 0.0) + FORWARD_SIZE
+        if then != peer and then != to:
+            load[then] = load.get(then, 0.0) + FORWARD_SIZE
     return load
+
+
+def in_progress_at(peer: Peer, active: Active, but: Microbatch) -> float:
+    """The same of one peer, without one of them."""
+    size = 0.0
+    for m in active:
+        hop = m.hop
+        if m is but:
+            continue
+        if hop is not None and hop.kind is not Kind.FETCH and peer in (hop.peer, hop.to):
+            size += hop.kind.size if peer == hop.peer else FORWARD_SIZE
+        elif m.next == peer:
+            size += FORWARD_SIZE
+    return size
 
 
 class Choice:
@@ -68,6 +85,5 @@ class Choice:
     def hop(self, m: Microbatch, want: NextHop, peer: Peer, active: Active, now: float) -> None:
         """It is on its way to that peer from now on, and who goes on with it is chosen."""
         m.next = ""
-        load = in_progress(each for each in active if each is not m)
-        m.hop = Hop(want.kind, want.stage, peer, now, ahead=load.get(peer, 0.0))
+        m.hop = Hop(want.kind, want.stage, peer, now, ahead=in_progress_at(peer, active, m))
         m.hop.to = self.after(m, want, active, now)

@@ -65,9 +65,8 @@ class Kind(Enum):
     RECALL = "recall"
     FINISHED = "finished"
 
-    @property
-    def size(self) -> float:
-        return BACKWARD_SIZE if self is Kind.BACKWARD else FORWARD_SIZE
+    def __init__(self, _: str) -> None:
+        self.size = BACKWARD_SIZE if self.name == "BACKWARD" else FORWARD_SIZE
 
 
 class Progress(Enum):

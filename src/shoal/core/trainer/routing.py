@@ -182,6 +182,8 @@ class Wiring:
 
     def _pick(self, candidates: list[Entry], avoid: str, load: Load, barred: frozenset[Peer]) -> Entry:
         """The one to choose of these entries of the ready."""
+        if len(candidates) == 1:
+            return candidates[0]
         return min(
             candidates,
             key=lambda each: (each[3].peer == avoid, each[3].peer in barred, self._response_s(each[3], load), each[:3]),

@@ -11,6 +11,7 @@ An event costs O(log n) and what it touches; only a view walks over the microbat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from msgspec.structs import replace
 
@@ -65,6 +66,7 @@ from shoal.core.trainer.routing import Chance, Routes
 from shoal.core.trainer.takeover import Takeovers
 from shoal.core.trainer.window import Window
 
+ANSWERS = (*get_args(Answer), Books)
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
 PARKED = -2
 LOOK_FLOORS = 0.25  # of min_request_timeout_s: no server is asked sooner whether it has got a request,
@@ -81,7 +83,7 @@ class Trainer:
         self._planned = Planned(name, settings)
         self._reports = Reports(self._routes, self._out)
         self._choice = Choice(name, settings, self._routes, self._planned, self._reports)
-        self._timers = Timers()
+        self.timers = Timers()
         self._view = NOTHING
         self._stage_of: dict[Peer, Stage] = {}
         self._owned = Owned(Window(settings))
@@ -124,7 +126,7 @@ class Trainer:
         """Answers of servers, none of which carries a tensor. What is stale, foreign or unasked changes nothing."""
         if (
             peer in self._stage_of
-            and isinstance(message, (Answer, Books))
+            and isinstance(message, ANSWERS)
             and (message.epoch, message.step) == (self._view.epoch, self._view.work)
         ):
             self._routes.received(peer)
@@ -153,7 +155,7 @@ class Trainer:
             m.hop = None
             text = f"microbatch {m.index} cannot be read and is tried again: {failed.reason}"
             self._reports.note_once("stall", "fetch", self.name, text)
-            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
+            self.timers.set(m.index, now + self._settings.min_request_timeout_s)
         return self._flush(now)
 
     def on_unreachable(self, peer: Peer, now: float) -> list[Command]:
@@ -171,7 +173,7 @@ class Trainer:
         self._owned.forgive(gap_s)
 
     def tick(self, now: float) -> list[Command]:
-        while (key := self._timers.pop_due(now)) is not None:
+        while (key := self.timers.pop_due(now)) is not None:
             if key == BOOKS:
                 for peer in self._takeovers.missing:
                     self._reports.missed(peer, now)
@@ -201,7 +203,7 @@ class Trainer:
 
     @property
     def deadline(self) -> float | None:
-        return self._timers.deadline
+        return self.timers.deadline
 
     def summary(self) -> TrainerLoad:
         return self._owned.load(len(self._takeovers))
@@ -221,7 +223,7 @@ class Trainer:
         self._drop([blob for m in self._owned.held.values() for blob in m.blobs()])
         self._owned = self._owned.next_step()
         self._takeovers.clear()
-        self._timers.forget_all()
+        self.timers.forget_all()
         self._fetches.clear()
 
     def _lose(self, mine: dict[Index, None], now: float) -> None:
@@ -229,7 +231,7 @@ class Trainer:
         self._reports.keep(self._stage_of)
         for m in self._owned.give_up([index for index in self._owned.held if index not in mine]):
             self._drop(m.blobs())
-            self._timers.forget(m.index)
+            self.timers.forget(m.index)
             self._fetches = {task: other for task, other in self._fetches.items() if other is not m}
         self._owned.lose_bookings(self._stage_of)
         self._takeovers.keep(self._stage_of, mine)
@@ -258,7 +260,7 @@ class Trainer:
             self._routes.asked(peer, now)
             self._out.append(Send(peer, BooksRequest(view.epoch, view.work, self._takeovers.floor)))
         if missing:
-            self._timers.set(BOOKS, now + self._takeovers.pause_s(self._settings.min_request_timeout_s))
+            self.timers.set(BOOKS, now + self._takeovers.pause_s(self._settings.min_request_timeout_s))
 
     # ------------------------------------------------------------------------------------------------- microbatches
 
@@ -269,7 +271,7 @@ class Trainer:
         want = plan(m)
         if want.kind is Kind.FINISHED:
             self._owned.finish(m, now)
-            self._timers.forget(m.index)
+            self.timers.forget(m.index)
         elif want.kind is Kind.FETCH:
             self._fetch(m, now)
         elif want.kind is Kind.RECALL:
@@ -286,7 +288,7 @@ class Trainer:
         task = f"t/{self._serial}"
         self._fetches[task] = m
         m.hop = Hop(Kind.FETCH, 0, self.name, now)
-        self._timers.forget(m.index)
+        self.timers.forget(m.index)
         self._out.append(Do(Fetch(task, self._view.work, m.index, f"{task}/x")))
 
     def _send(self, m: Microbatch, want: NextHop, peer: Peer, now: float) -> None:
@@ -296,7 +298,7 @@ class Trainer:
         self._routes.asked(peer, now)
         m.hop.guessed = not self._routes.knows(peer)
         floor_s = LOOK_FLOORS * self._settings.min_request_timeout_s
-        self._timers.set(m.index, now + (floor_s if m.hop.guessed else self._look_s(m, m.hop)))
+        self.timers.set(m.index, now + (floor_s if m.hop.guessed else self._look_s(m, m.hop)))
 
     def _look_s(self, m: Microbatch, hop: Hop) -> float:
         """From its sending until its server is asked after it. Doubled with every miss: a swarm that got slower must not be asked the same
@@ -308,15 +310,15 @@ class Trainer:
         """At the peer that has it: cancel a backward, or recall once more."""
         self._out.append(Send(hop.peer, m.request(self._view)))
         # Less and less often: what it answers may be a gradient that was on its way all the time.
-        self._timers.set(m.index, now + self._routes.repeat_s(hop.peer) * 2 ** min(hop.last - hop.first - 1, 2))
+        self.timers.set(m.index, now + self._routes.repeat_s(hop.peer) * 2 ** min(hop.last - hop.first - 1, 2))
 
     def _park(self, m: Microbatch, stage: Stage) -> None:
         """No replica is free: wait for the first one to wake, or for a view."""
         self._owned.park(m, stage)
-        self._timers.forget(m.index)
+        self.timers.forget(m.index)
         wake = self._routes.wake(stage)
         if wake is not None:
-            self._timers.set(PARKED - stage, wake)
+            self.timers.set(PARKED - stage, wake)
 
     def _unpark(self, stage: Stage, now: float) -> None:
         for m in self._owned.unpark(stage):
@@ -346,7 +348,7 @@ class Trainer:
         hop.asked, hop.holds = False, hop.holds + 1
         hop.held = hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
         wait_s = self._routes.patience(hop.peer, hop.kind.size)
-        self._timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
+        self.timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
     def _output(self, m: Microbatch, peer: Peer, message: Output, fault: str, now: float) -> None:
         asked, live = m.forward_of(peer, message.stage, message.attempt)
@@ -387,7 +389,7 @@ class Trainer:
         elif fault:
             # It is booked all the same. Ask again, and complain each time: the leader removes it in the end.
             self._reports.faulty(hop.peer, f"gradient of stage {stage}", fault, now)
-            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
+            self.timers.set(m.index, now + self._settings.min_request_timeout_s)
         else:
             m.made(hop, gradient=True)
             self._advance(m, now)
@@ -403,7 +405,7 @@ class Trainer:
 
     def _declined(self, m: Microbatch, hop: Hop, message: Busy | Refused | Missing, now: float) -> None:
         if hop.kind is Kind.RECALL:  # only that peer has it: it is asked again
-            self._timers.set(m.index, now + self._settings.min_request_timeout_s)
+            self.timers.set(m.index, now + self._settings.min_request_timeout_s)
         elif message.attempt == hop.first:  # an answer to a later Cancel says nothing about the backward itself
             m.hop = None
             if isinstance(message, Busy):
@@ -455,7 +457,7 @@ class Trainer:
         query = Query(self._view.epoch, self._view.work, m.index, hop.stage, hop.first, hop.kind is Kind.BACKWARD)
         self._out.append(Send(hop.peer, query))
         floor_s, floors = self._settings.min_request_timeout_s, 1.0 + ASK_FLOORS * bool(m.inputs())
-        self._timers.set(m.index, max(now + ASK_FLOORS * floor_s, hop.sent + floors * floor_s))
+        self.timers.set(m.index, max(now + ASK_FLOORS * floor_s, hop.sent + floors * floor_s))
 
     def _measured(self, m: Microbatch, hop: Hop, now: float) -> bool:
         """A hop sent when nobody knew how long its stage takes is due, by what is known now. Else its deadline moves."""
@@ -463,7 +465,7 @@ class Trainer:
         due = hop.sent + self._look_s(m, hop)
         if now < due:
             again_s = LOOK_FLOORS * self._settings.min_request_timeout_s
-            self._timers.set(m.index, min(due, now + again_s) if hop.guessed else due)
+            self.timers.set(m.index, min(due, now + again_s) if hop.guessed else due)
         return now >= due
 
     def _retry(self, m: Microbatch, now: float) -> None:
@@ -471,7 +473,7 @@ class Trainer:
         m.fails += 1
         pause_s = m.pause_s(self._settings.min_request_timeout_s)
         if pause_s:
-            self._timers.set(m.index, now + pause_s)
+            self.timers.set(m.index, now + pause_s)
         else:
             self._advance(m, now)
 

@@ -4,7 +4,8 @@ not go to, since their keys are new. For routing.py. docs/design/2026-11-23-turn
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 from math import gcd
 
 from shoal.core.messages import Index, Member, Peer, Stage
@@ -16,19 +17,20 @@ NOBODY: frozenset[Peer] = frozenset()
 class Turns:
     def __init__(self, stages: int) -> None:
         self._owners = 0
-        self._turns: list[list[Peer]] = [[] for _ in range(stages)]  # by stage, in the same order at every trainer
+        self._turns: Sequence[Sequence[Peer]] = [
+            [] for _ in range(stages)
+        ]  # by stage, in the same order at every trainer
         self._new = [NOBODY] * stages  # peers with new keys, at stages where others serve, too
-        self._shifts = [0] * stages  # of the turns, with every round of the owners: so each meets all replicas
+        self._shifts: Sequence[int] = [
+            0
+        ] * stages  # of the turns, with every round of the owners: so each meets all replicas
 
     def on_view(self, members: tuple[Member, ...], new_keys: Collection[str]) -> None:
         self._owners = len(members)
-        in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
-        stages = [[one for one in in_order if one.stage == stage] for stage in range(len(self._turns))]
-        self._turns = [turns_of(replicas) for replicas in stages]
-        self._new = [self._newcomers([one.peer for one in replicas], new_keys) for replicas in stages]
-        self._shifts = [shift(len(members), len(turns)) for turns in self._turns]
+        stages, self._turns, self._shifts = _of(members, len(self._turns))
+        self._new = [self._newcomers(replicas, new_keys) for replicas in stages]
 
-    def _newcomers(self, replicas: list[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
+    def _newcomers(self, replicas: Sequence[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
         new = frozenset(peer for peer in replicas if key_of(peer) in new_keys) if new_keys else NOBODY
         return new if len(new) < len(replicas) else NOBODY
 
@@ -48,6 +50,18 @@ class Turns:
             turns = [peer for peer in turns if (peer in new) == theirs] or turns
             at = at // THIRD if theirs else at
         return turns[at % len(turns)]
+
+
+@lru_cache(maxsize=4)
+def _of(
+    members: tuple[Member, ...], stages: int
+) -> tuple[tuple[tuple[Peer, ...], ...], tuple[tuple[Peer, ...], ...], tuple[int, ...]]:
+    """By stage: its replicas, turns and shift. The same for all trainers with that view, of which a simulation has hundreds."""
+    in_order = sorted(members, key=lambda member: (member.seat, member.peer))  # with a plan as it was played
+    replicas = [[one for one in in_order if one.stage == stage] for stage in range(stages)]
+    turns = tuple(tuple(turns_of(each)) for each in replicas)
+    shifts = tuple(shift(len(members), len(each)) for each in turns)
+    return tuple(tuple(one.peer for one in each) for each in replicas), turns, shifts
 
 
 def turns_of(members: list[Member]) -> list[Peer]:

@@ -65,7 +65,7 @@ class CatchUp:
         self._key: tuple[int, int] | None = None  # (epoch, stage) that this joiner prepares
         self.since = 0  # a state of this version or a newer one can be brought up to date
         self._received: dict[int, RoundSums] = {}  # by step
-        self._commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
+        self.commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
         self._task: Gather | None = None
 
     @property
@@ -75,9 +75,7 @@ class CatchUp:
 
     @property
     def deadline(self) -> float | None:
-        if not self._commits:
-            return None
-        waiting = [at for step, (_, at) in self._commits.items() if not self._complete(step)]
+        waiting = [at for step, (_, at) in self.commits.items() if not self._complete(step)]
         return min(waiting) + self._settings.ready_timeout_s if waiting else None
 
     def on_view(self, view: View, now: float) -> list[Command]:
@@ -102,10 +100,10 @@ class CatchUp:
         """Take in how the step before was committed. A view describes the newest commit only: those of missed views are unknown."""
         last, commands = view.last, list[Command]()
         if last is not None and last.step == view.step - 1 and last.step >= self.since:
-            self._commits.setdefault(last.step, (last, now))
+            self.commits.setdefault(last.step, (last, now))
             if self._name not in last.joiners and not last.skipped:  # its round began before this joiner was listed
                 commands = self._give_up(last.step + 1)
-        missed = [step for step in range(self.since, view.step) if step not in self._commits]
+        missed = [step for step in range(self.since, view.step) if step not in self.commits]
         return commands + (self._give_up(max(missed) + 1) if missed else [])
 
     def rests_on(self, step: int) -> list[Command]:
@@ -140,7 +138,7 @@ class CatchUp:
 
     def _of_another_round(self, message: GatherChunk) -> bool:
         """Its step was committed with another exchange of my stage."""
-        known = self._commits.get(message.step)
+        known = self.commits.get(message.step)
         return known is not None and self._key is not None and known[0].round_of(self._key[1]) != message.round
 
     def go_on(self) -> list[Command]:
@@ -149,9 +147,9 @@ class CatchUp:
         if self._key is None or view is None or self._task is not None:
             return []
         behind = replica.ready and (replica.epoch, replica.stage) == self._key and replica.step < view.step
-        if not behind or replica.step not in self._commits or not self._complete(replica.step):
+        if not behind or replica.step not in self.commits or not self._complete(replica.step):
             return []
-        commit, _ = self._commits[replica.step]
+        commit, _ = self.commits[replica.step]
         if commit.skipped:
             return self._apply(commit)
         received = self._received[replica.step]
@@ -165,7 +163,7 @@ class CatchUp:
         if task is None or done.id != task.id:
             return None
         self._task, replica = None, self._replica
-        known = self._commits.get(task.step)
+        known = self.commits.get(task.step)
         if (
             self._key is None
             or known is None
@@ -188,7 +186,7 @@ class CatchUp:
         """Sums of a commit that are not complete within ready_timeout_s have been lost."""
         late = [
             step
-            for step, (_, at) in self._commits.items()
+            for step, (_, at) in self.commits.items()
             if now - at >= self._settings.ready_timeout_s and not self._complete(step)
         ]
         return self._give_up(max(late) + 1) if late else []
@@ -216,7 +214,7 @@ class CatchUp:
 
     def _complete(self, step: int) -> bool:
         """Each chunk of the round with which that step was committed is here, or none is needed."""
-        commit, received = self._commits[step][0], self._received.get(step)
+        commit, received = self.commits[step][0], self._received.get(step)
         if commit.skipped:
             return True
         if (
@@ -253,12 +251,12 @@ class CatchUp:
         commands: list[Command] = []
         for step in [step for step in self._received if step < since]:
             commands += drop(self._received.pop(step).blobs())
-        for step in [step for step in self._commits if step < since]:
-            del self._commits[step]
+        for step in [step for step in self.commits if step < since]:
+            del self.commits[step]
         return commands
 
     def _forget(self) -> list[Command]:
         blobs = tuple(blob for received in self._received.values() for blob in received.blobs())
         self._received.clear()
-        self._commits.clear()
+        self.commits.clear()
         return drop(blobs)

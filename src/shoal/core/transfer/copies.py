@@ -131,7 +131,7 @@ class Copier:
 
     def __init__(self, name: Peer, settings: Settings, rng: Random, serial: Iterator[int]) -> None:
         self._name, self._settings, self._serial = name, settings, serial
-        self._downloader = Downloader(name, settings, rng, serial)
+        self.downloader = Downloader(name, settings, rng, serial)
         self._view: View | None = None
         self._queue: list[Job] = []
         self._job: Job | None = None
@@ -142,13 +142,9 @@ class Copier:
         self.repaired: str | None = None
 
     @property
-    def deadline(self) -> float | None:
-        return self._downloader.retry_at
-
-    @property
     def loaded(self) -> int:
         """Chunks that are here of what a state waits for."""
-        return self._downloader.loaded if self._job is not None and not self._job.leader else 0
+        return self.downloader.loaded if self._job is not None and not self._job.leader else 0
 
     def on_view(self, view: View, now: float) -> list[Command]:
         """What an older epoch wanted is void; nobody that is not in the view has anything to give."""
@@ -156,10 +152,10 @@ class Copier:
         self._queue = [job for job in self._queue if job.epoch == view.epoch]
         if self._job is not None and self._job.epoch != view.epoch:
             self._drop()
-        target = self._downloader.target
+        target = self.downloader.target
         if target is not None:
-            self._downloader.target = msgspec.structs.replace(target, holders=_present(view, target.holders))
-            if not self._downloader.target.holders:
+            self.downloader.target = msgspec.structs.replace(target, holders=_present(view, target.holders))
+            if not self.downloader.target.holders:
                 return self._fail("nobody that has it is left", now)
         return self._go_on(now)
 
@@ -208,26 +204,26 @@ class Copier:
             self._drop()
 
     def tick(self, now: float) -> list[Command]:
-        if not self._downloader.due(now) or self._job is None or self._task:
+        if not self.downloader.due(now) or self._job is None or self._task:
             return []
         patient = self._job.shard.shard == FROZEN  # no other place will do better, and a slow line takes its time
         if not patient and now - self._chunk_at >= PATIENCE_BEATS * self._settings.heartbeat_s:
             return self._fail(f"no chunk of it has arrived for {now - self._chunk_at:.0f} s", now)
-        return self._downloader.give_up_late(now) if self._downloader.has_donors else self._request(now)
+        return self.downloader.give_up_late(now) if self.downloader.has_donors else self._request(now)
 
     # --------------------------------------------------------------------------------------------------- messages
 
     def on_offer(self, peer: Peer, offer: Offer, now: float) -> list[Command]:
-        target, view = self._downloader.target, self._view
+        target, view = self.downloader.target, self._view
         if target is None or view is None or self._task or target.shard != offer.shard or peer not in target.holders:
             return []
-        current = self._downloader.current
+        current = self.downloader.current
         if offer.manifest.sizes and current is not None and len(current.donors) >= DONORS:
             return []
-        commands = self._downloader.on_offer(peer, offer, view, 0, now)
+        commands = self.downloader.on_offer(peer, offer, view, 0, now)
         if not offer.manifest.sizes and offer.epoch == target.epoch:
             left = tuple(one for one in target.holders if one != peer)
-            self._downloader.target = msgspec.structs.replace(target, holders=left)
+            self.downloader.target = msgspec.structs.replace(target, holders=left)
             if not left:
                 return self._fail("no other peer has it", now)
         return commands
@@ -235,26 +231,26 @@ class Copier:
     def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         if self._task:
             return drop(tuple(blob.id for blob in blobs))
-        return self._downloader.on_chunk(peer, chunk, blobs, fault, now)
+        return self.downloader.on_chunk(peer, chunk, blobs, fault, now)
 
     def on_done(self, done: Done, now: float) -> list[Command] | None:
         """None: not a task of this class."""
         if self._task and done.id == self._task:
             return self._finish(done.result.record, now)
-        if not self._downloader.is_checking(done.id):
+        if not self.downloader.is_checking(done.id):
             return None
         if not done.result.nbytes:
-            return self._downloader.on_wrong(done.id, "a chunk differs from its hash", now)
+            return self.downloader.on_wrong(done.id, "a chunk differs from its hash", now)
         self._chunk_at = now
-        if self._downloader.on_right(done.id) is None:
-            return self._downloader.go_on(now)
+        if self.downloader.on_right(done.id) is None:
+            return self.downloader.go_on(now)
         return self._run()
 
     def on_failed(self, failed: Failed, now: float) -> list[Command] | None:
         if self._task and failed.id == self._task:
-            downloaded, self._task = self._downloader.complete, ""
+            downloaded, self._task = self.downloader.complete, ""
             return self._fail(failed.reason, now) if downloaded else self._begin(failed.held, now)
-        if not self._downloader.is_checking(failed.id):
+        if not self.downloader.is_checking(failed.id):
             return None
         return self._fail(failed.reason, now)  # not its donor's fault: no room, say
 
@@ -269,7 +265,7 @@ class Copier:
     def _run(self) -> list[Command]:
         assert self._job is not None
         shard, self._task = self._job.shard, f"y/{next(self._serial)}"
-        self._downloader.retry_at = None
+        self.downloader.retry_at = None
         return [Do(RunCopy(self._task, shard.step, shard.stage, shard.shard, shard.record))]
 
     def _begin(self, held: tuple[str, ...], now: float) -> list[Command]:
@@ -277,18 +273,18 @@ class Copier:
         job, view = self._job, self._view
         assert job is not None and view is not None
         holders = _present(view, job.holders, but=self._name)
-        self._downloader.begin(Target(job.epoch, job.shard.stage, (job.shard.stage,), job.shard, holders), held)
+        self.downloader.begin(Target(job.epoch, job.shard.stage, (job.shard.stage,), job.shard, holders), held)
         self._chunk_at = now
         return self._request(now) if holders else self._fail("no other peer is here", now)
 
     def _request(self, now: float) -> list[Command]:
         assert self._view is not None and self._job is not None
-        self._downloader.wait(now)
+        self.downloader.wait(now)
         if self._job.shard.shard == FROZEN and self._refusals >= REFUSALS:
-            self._downloader.retry_at = now + PATIENCE_BEATS * self._settings.heartbeat_s
-            return self._downloader.request(self._view, 0, 1)
+            self.downloader.retry_at = now + PATIENCE_BEATS * self._settings.heartbeat_s
+            return self.downloader.request(self._view, 0, 1)
         repairs = not self._job.leader  # whoever has it may be anybody: all are asked at once
-        return self._downloader.request(self._view, 0, len(self._job.holders) if repairs else DONORS)
+        return self.downloader.request(self._view, 0, len(self._job.holders) if repairs else DONORS)
 
     def _finish(self, record: str, now: float) -> list[Command]:
         job = self._job
@@ -320,7 +316,7 @@ class Copier:
 
     def _drop(self) -> None:
         self._job, self._task = None, ""
-        self._downloader.abandon()
+        self.downloader.abandon()
 
 
 def _present(view: View, peers: tuple[Peer, ...], but: Peer = "") -> tuple[Peer, ...]:

@@ -91,19 +91,19 @@ class StateTransfer:
         self._build = Build()
         self.downloader = Downloader(name, settings, rng, self._serial)
         self._donor = Donor(server, self._serial)
-        self._copier, self._shards = Copier(name, settings, rng, self._serial), ShardDonor(self._serial)
+        self.copier, self._shards = Copier(name, settings, rng, self._serial), ShardDonor(self._serial)
         self._unloadable: Failed | None = None  # why Init failed, while what it lacks is downloaded
         self._brought: set[Lack] = set()  # what it lacked before
         self.load_failed: LoadFailed | None = None  # for the leader: the checkpoint that all go back to is no good
 
     @property
     def deadline(self) -> float | None:
-        return soonest(self.downloader.retry_at, self._copier.deadline)
+        return soonest(self.downloader.retry_at, self.copier.downloader.retry_at)
 
     @property
     def loaded(self) -> int:
         """Chunks that are here, of a state on its way or of frozen weights."""
-        return self.downloader.loaded + self._copier.loaded
+        return self.downloader.loaded + self.copier.loaded
 
     # ------------------------------------------------------------------------------------------------ what to do
 
@@ -114,7 +114,7 @@ class StateTransfer:
         if self._me is None:
             self._abandon()
             return []
-        return self._prepare(view, now) + self._repaired(self._copier.on_view(view, now), now)
+        return self._prepare(view, now) + self._repaired(self.copier.on_view(view, now), now)
 
     def _prepare(self, view: View, now: float) -> list[Command]:
         before, self._member = self._member, member_of(view.members, self._name) is not None
@@ -151,7 +151,7 @@ class StateTransfer:
         return [Note("state", f"the download begins anew: {why}"), *self._obtain(now)]
 
     def tick(self, now: float) -> list[Command]:
-        return self._tick(now) + self._repaired(self._copier.tick(now), now)
+        return self._tick(now) + self._repaired(self.copier.tick(now), now)
 
     def _tick(self, now: float) -> list[Command]:
         if not self.downloader.due(now) or self.downloader.target is None or self._build.id:
@@ -193,14 +193,14 @@ class StateTransfer:
         self._brought |= set(failed.lacks)
         self._unloadable, self.downloader.retry_at = failed, None
         note = Note("state", f"asks the others for what is missing here: {failed.reason}")
-        return [note, *self._repaired(self._copier.repair(failed.lacks, self._view, self._build.step, now), now)]
+        return [note, *self._repaired(self.copier.repair(failed.lacks, self._view, self._build.step, now), now)]
 
     def _repaired(self, commands: list[Command], now: float) -> list[Command]:
         """What Init lacked is here, so that it is tried again; or nobody has it, and the leader has to know."""
-        why, failed, target = self._copier.repaired, self._unloadable, self.downloader.target
+        why, failed, target = self.copier.repaired, self._unloadable, self.downloader.target
         if why is None or failed is None or target is None:
             return commands
-        self._copier.repaired = self._unloadable = None
+        self.copier.repaired = self._unloadable = None
         if not why:
             return commands + self._obtain(now)
         self._brought.clear()
@@ -215,7 +215,7 @@ class StateTransfer:
         return [Note("state", f"the stage's state could not be built: {reason}")]
 
     def _abandon(self) -> None:
-        self._copier.stop_repair()
+        self.copier.stop_repair()
         self._unloadable = None
         self._brought.clear()
         self._build.abandon()
@@ -228,7 +228,7 @@ class StateTransfer:
     ) -> list[Command]:
         match message:
             case CopyRequest():
-                return self._copier.copy(peer, message, now)
+                return self.copier.copy(peer, message, now)
             case Offer(shard=shard) | Chunk(shard=shard) | StateRequest(shard=shard) | ChunkRequest(shard=shard) if (
                 shard
             ):
@@ -255,9 +255,9 @@ class StateTransfer:
         present = self._view is not None and member_of(self._view.members + self._view.joining, peer) is not None
         match message:
             case Offer():
-                return self._repaired(self._copier.on_offer(peer, message, now), now)
+                return self._repaired(self.copier.on_offer(peer, message, now), now)
             case Chunk():
-                return self._copier.on_chunk(peer, message, blobs, fault, now)
+                return self.copier.on_chunk(peer, message, blobs, fault, now)
             case StateRequest() if present:
                 return self._shards.on_state_request(peer, message)
             case ChunkRequest() if present:
@@ -265,7 +265,7 @@ class StateTransfer:
         return []
 
     def on_done(self, done: Done, now: float) -> list[Command]:
-        commands = self._copier.on_done(done, now)
+        commands = self.copier.on_done(done, now)
         if commands is not None:
             return self._repaired(commands, now)
         if done.id == self._build.id:
@@ -278,7 +278,7 @@ class StateTransfer:
         return self._donor.on_done(done) + self._shards.on_done(done)
 
     def on_failed(self, failed: Failed, now: float) -> list[Command]:
-        commands = self._copier.on_failed(failed, now)
+        commands = self.copier.on_failed(failed, now)
         if commands is not None:
             return self._repaired(commands, now)
         if self._build.is_void(failed.id):

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from shoal.core import messages as m
-from shoal.core.consensus.certificates import digest, seal
+from shoal.core.consensus.certificates import seal
 from shoal.sim.context import Context
 from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
@@ -360,7 +360,7 @@ def coups(facts: edges.Facts) -> Iterator[m.Message]:
             yield m.Propose(m.Entry(term, forged, ()), term)
     over = replace(view, number=view.number + 1, phase=m.Phase.FINISHED)
     yield m.Propose(m.Entry(facts.term, over, ()), facts.term, proof)
-    yield m.Accept(facts.term, view.number + 1, digest(over), m.Signed(facts.name))
+    yield m.Accept(facts.term, view.number + 1, over.digest, m.Signed(facts.name))
     yield m.Vote(facts.term, granted=True, by=m.Signed(facts.name))
     yield m.Dismissed(far)
     yield m.RoundWaits(view.epoch, view.step, facts.round, (facts.peer,), (facts.peer,))

@@ -191,16 +191,16 @@ class TaskRunner:
 
     def submit(self, task: m.Task, ends: Ends) -> None:
         """Inputs are resolved when the task is given, so a Drop may follow at once."""
-        inputs = [self._find(name, type(task).__name__) for name in task.reads]
+        inputs = [self._find(name, task) for name in task.reads]
         seconds = self.pace.seconds(task, inputs, self.world.length(self.stage))
         after, now = self._times
         wait_s = self.pace.wait_s(task, seconds, now())
         after(wait_s, self._end, (task, inputs, seconds, ends))
 
-    def _find(self, name: str, user: str) -> Blob:
+    def _find(self, name: str, task: m.Task) -> Blob:
         blob = self.blobs.get(name)
         if blob is None:
-            self.world.faults.append(f"{user} needs blob {name!r}, which is not held")
+            self.world.faults.append(f"{type(task).__name__} needs blob {name!r}, which is not held")
             return BAD
         return blob
 
@@ -294,10 +294,11 @@ class TaskRunner:
         return max(self.oddities.rounding, ROUNDING if self.oddities.unlike else 0.0)
 
     def _noise(self, task: m.RunForward | m.RunBackward, *inputs: Blob) -> Blob:
-        name = short("invented", task.step, task.index, task.stage, type(task).__name__)
         if self.oddities.idles and isinstance(task, m.RunBackward):
             return (NOTHING,)
-        return (name,) if self.oddities.invents else made_of(*inputs)
+        if self.oddities.invents:
+            return (short("invented", task.step, task.index, task.stage, type(task).__name__),)
+        return made_of(*inputs)
 
     def _finite(self, task: m.RunForward | m.RunBackward) -> None:
         if (task.step, task.index, task.stage) in self.world.nonfinite:

@@ -53,6 +53,8 @@ def diverged(view: View, facts: Facts, settings: Settings, now: float) -> Propos
 
 def _attested(view: View, facts: Facts) -> NonFinite | None:
     """A report of this step that enough replicas of its stage make."""
+    if not facts.evidence.nonfinite:
+        return None
     keys: dict[int, set[str]] = {}
     for peer, stage in facts.serving.items():
         keys.setdefault(stage, set()).add(key_of(peer))
