@@ -162,6 +162,21 @@ def test_peers_of_one_place_that_publish_at_once_all_find_the_checkpoint(tmp_pat
         assert same(checkpoint.Store(str(tmp_path)).load(step, STATES[1]), STATES[1])
 
 
+def test_a_file_system_without_links_and_locks_holds_checkpoints_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(storage.os, "link", refuses)
+    monkeypatch.setattr(storage.fcntl, "flock", refuses)
+    store = checkpoint.Store(str(tmp_path))
+    a_checkpoint(store, 7)
+    assert same(store.load(7, STATES[1]), STATES[1]) and store.place
+    assert "are not kept apart: " in caplog.text
+    assert storage.Storage(str(tmp_path)).names() == [storage.PLACE, "step-7"]
+
+
 def test_a_peer_that_is_stopped_while_it_publishes_holds_nobody_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,7 @@ def _reference_flops(stage: HuggingFaceStage, x: Tensor) -> int:
 
 
 def _counter() -> FlopCounterMode:
-    """torch's own formulas for attention of PyTorch 2.11 refuse fewer key heads than query heads."""
+    """With formulas for attention of our own: those of PyTorch 2.11 refuse fewer key heads than query heads."""
     kernel, back = (
         torch.ops.aten._scaled_dot_product_flash_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_backward,

@@ -70,10 +70,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     up_Bps: float = 0.0
     down_Bps: float = 0.0
     disk_Bps: float = 0.0  # the slower of writing and reading
-    update_rate: float = (
-        0.0  # parameters that the optimizer steps in a second, on the device; 0: not known, and not counted
-    )
-    host_update_rate: float = 0.0  # and on the host, where a stage swaps
+    # Parameters that the optimizer steps in a second, on the device and, where a stage swaps, on the host; 0: not known, and not counted
+    update_rate: float = 0.0
+    host_update_rate: float = 0.0
     price_per_h: float = 0.0
     egress_price_per_GB: float = 0.0  # of what it sends
     losses_per_h: float = 0.0  # how often it is taken away: 0.1 is once in ten hours
@@ -91,10 +90,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     def _scaled(self, flops: float, memory: float) -> Device:
         if self.cards == 1:
             return self
-        together = {"flops": self.flops * flops, "memory_bytes": self.memory_bytes * memory}
-        return msgspec.structs.replace(
-            self, **together, update_rate=self.update_rate * memory
-        )  # each card has its part of the stage
+        update_rate = self.update_rate * memory  # each card has its part of the stage
+        together = {"flops": self.flops * flops, "memory_bytes": self.memory_bytes * memory, "update_rate": update_rate}
+        return msgspec.structs.replace(self, **together)
 
 
 class Cluster(msgspec.Struct, frozen=True, eq=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import posixpath
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 PLACE = ".place"  # a file whose content names the place
 ALONE_S, POLL_S = 30.0, 0.02
@@ -66,7 +69,7 @@ class Storage:
         return hashlib.sha256(b"%s %d" % (text, inode)).hexdigest()[:16]
 
     def _name_place(self) -> None:
-        """Several peers may do so at once: the first one's name stays."""
+        """Several peers may do so at once: the first one's name stays, unless the file system has no links (FAT, some network mounts)."""
         path, name = self._place(PLACE), uuid.uuid4().hex
         with contextlib.suppress(FileExistsError):
             if not self.local:
@@ -80,13 +83,20 @@ class Storage:
                     handle.write(name.encode())
                     handle.flush()
                     os.fsync(handle.fileno())
-                os.link(draft, path)  # refuses where a rename would replace
+                try:
+                    os.link(draft, path)  # refuses where a rename would replace
+                except FileExistsError:
+                    pass
+                except OSError:
+                    os.replace(draft, path)
             finally:
-                os.unlink(draft)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(draft)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Of local storage: one process or thread after the other is inside, of all that reach this place. One that dies lets go.
+        """Of local storage: one process or thread after the other is inside, of all that reach this place. One that dies lets go. Where
+        the file system has no locks all are inside at once.
 
         TimeoutError: another one stays inside."""
         if not self.local or not self.place(make=True):
@@ -104,6 +114,9 @@ class Storage:
                             f"another peer has been making a checkpoint visible at {self.url} for {ALONE_S:g} s"
                         ) from None
                     time.sleep(POLL_S)
+                except OSError as error:
+                    log.warning("%s: peers that publish there at once are not kept apart: %s", self.url, error)
+                    break
             yield
 
     def free_bytes(self) -> int | None:
