@@ -181,6 +181,7 @@ def main() -> None:
     topology = topology_of(asked.line, config.run.peers)
     with tempfile.TemporaryDirectory() as temporary, Lab(topology) as lab:
         folder = asked.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         socket_Bps = plain_Bps(lab)
         delays = delays_s(topology)
         with Counters(lab) as counters:
