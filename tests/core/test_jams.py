@@ -11,13 +11,16 @@ from shoal.core.leader.books.jams import (
     ALONE,
     ASK_BEATS,
     DISPUTE_FLOORS,
+    FIRST,
     FRESH_BEATS,
     GAPS,
     HOLD_BEATS,
     LONGEST,
     MANY,
     MANY_LONGEST,
+    PARTS,
     QUICK_BEATS,
+    USUAL,
     WITNESSES,
     Jams,
     Outcome,
@@ -276,3 +279,41 @@ def test_a_maker_that_four_servers_wait_for_is_judged_sooner_than_one_that_two_w
         assert peers(outcome) == ["d"]
         times.append(jam.now)
     assert times[1] < times[0] and times[1] > MANY_LONGEST * 3.0
+
+
+def after_a_step_of(seconds: float, booked: int, count: int = 96) -> tuple[Jam, float]:
+    """A jam in the step after one of so long, in which so many of its bookings are in the books; when that step began."""
+    view = msgspec.structs.replace(VIEW, owners=tuple(index % 6 for index in range(count)))
+    jam = Jam(view)
+    jam.jams, jam.ledger = Jams(SETTINGS), Ledger(2, count)
+    jam.jams.on_step(0.0)
+    for index in range(count):
+        jam.now = seconds * (index + 1) / count
+        jam.ledger.report("a", tuple(map(Booking, range(index + 1))))
+        jam.ledger.report("d", tuple(map(Booking, range(index + 1))), 1)
+        jam.look()
+    jam.jams.on_step(jam.now)
+    jam.stalls.on_step(jam.now, first=False)
+    jam.ledger = Ledger(2, count)
+    if booked:
+        jam.ledger.report("a", tuple(map(Booking, range(booked))))
+    jam.look()
+    return jam, jam.now
+
+
+@pytest.mark.parametrize(("booked", "times"), [(0, FIRST), (24, USUAL)])
+@pytest.mark.parametrize("step_s", [1.0, 50.0])
+def test_where_steps_are_long_books_are_given_the_time_that_they_usually_take(
+    step_s: float, booked: int, times: float
+) -> None:
+    """On lines of 50 Mbit/s in eight regions the first eighth was booked after 12 s of steps of 50 s, when owners found hops late that stood
+    in the lines: four honest peers of eight were evicted."""
+    jam, began = after_a_step_of(step_s, booked)
+    jam.stalls.gaps.before_s = 0.0
+    owners = [(owner, index, "b", 1) for index, owner in enumerate("abcdef") if owner != "b"]
+    owners = [(owner, index + booked, at, slow) for owner, index, at, slow in owners]
+    outcome = jam.until(*owners, *(("b", index, "b", 0) for _, index, _, _ in owners), most_s=200.0)
+    part_s = step_s * (192 - booked) / 192 / PARTS
+    assert peers(outcome) == ["b"]
+    least_s = max(QUICK_S, times * part_s)
+    assert least_s < jam.now - began <= least_s + (HOLD_BEATS + 4) * BEAT_S

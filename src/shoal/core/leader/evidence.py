@@ -44,7 +44,7 @@ class Evidence:
         self.values.on_view(before, view, present)
         if before is None or any(getattr(before, name) != getattr(view, name) for name in OF_WORK):
             self.stalls.on_step(now, first=before is None)
-            self.jams.on_step()
+            self.jams.on_step(now)
         if before is None or (before.epoch, before.work, before.owners) != (view.epoch, view.work, view.owners):
             self.tails.begin(view, now)
         self.stalls.on_view(view)

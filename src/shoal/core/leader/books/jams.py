@@ -9,7 +9,7 @@ What stalls.py does about longer waits goes on beside it. docs/design/2026-11-24
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from math import inf
 
@@ -33,6 +33,9 @@ LONGEST = 4.0  # times as long as anything in this step has taken is late, where
 # The same where so many servers say that they wait for one maker
 MANY, MANY_LONGEST = 4, 2.0
 PARTS = 8.0  # of what is open: as long as one is booked books grow
+KNOWN = 4  # steps, of which the quickest says how long such a part takes
+# So many times as long nobody is judged; the first part has the way through all stages before it
+USUAL, FIRST = 2.0, 4.0
 ASKED = 64  # microbatches that are asked after at a time
 ALONE = (
     2.0  # times as long as before anybody is judged: an owner that waits alone for a server hands its microbatch over
@@ -82,11 +85,19 @@ class Jams:
         ] = {}  # of each verdict, or dispute: since when nothing speaks against it
         self._disputes: dict[str, set[str]] = {}  # keys, by key
         self._steps = 0
+        self._began_at: float | None = None  # of this step, as far as this leader saw it
+        self._booked = (0, 0)  # of it, when this leader looked first, and last
+        self._seen_at = 0.0  # last
+        self._rates: deque[float] = deque(maxlen=KNOWN)  # bookings per second, of the steps before
 
-    def on_step(self) -> None:
+    def on_step(self, now: float) -> None:
         self._steps += 1
         if self._steps % AGE == 0:
             self._disputes.clear()
+        first, last = self._booked
+        if self._began_at is not None and last > first and self._seen_at > self._began_at:
+            self._rates.append((last - first) / (self._seen_at - self._began_at))
+        self._began_at, self._booked = now, (0, 0)
         self.clear()
 
     def clear(self) -> None:
@@ -126,9 +137,10 @@ class Jams:
             return Outcome()
         outcome = Outcome(self._ask(view, ledger, now), [], {})
         stalls.gaps.remedied |= self._blamed
-        if quiet_s < min(most_s, max(self._quick_s, GAPS * max(stalls.gaps.now_s, stalls.gaps.before_s))):
+        usual_s = self._usual_s
+        if quiet_s < min(most_s, max(self._quick_s, usual_s, GAPS * max(stalls.gaps.now_s, stalls.gaps.before_s))):
             return outcome
-        long_s = max(self._quick_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
+        long_s = max(self._quick_s, usual_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
         if quiet_s >= MANY_LONGEST / LONGEST * long_s:
             self._note_ungiven(view, MANY if quiet_s < long_s else 1)
         late = {index: hang for index, hang in self._hangs.items() if self._late(index, hang, long_s, now)}
@@ -152,10 +164,22 @@ class Jams:
     def _quiet_s(self, ledger: Ledger, now: float) -> float:
         """Seconds in which less than a part of what is open was booked: among many some always come through."""
         mark, left = self._mark, ledger.needed - ledger.booked
+        first = ledger.booked if mark.booked < 0 and not self._booked[1] else self._booked[0]
+        self._booked, self._seen_at = (first, ledger.booked), now
         if not mark.booked <= ledger.booked < mark.booked + max(1.0, mark.left / PARTS):
             self._mark = Mark(ledger.booked, left, now)
             self._ungiven.clear()
         return now - self._mark.at
+
+    @property
+    def _usual_s(self) -> float:
+        """For so long less than a part of what was open may be booked: on full lines hops end at the pace of the lines, and late at first.
+        The quickest step says so, since whoever is to blame only makes them slower. 0 in the first step."""
+        mark = self._mark
+        if not self._rates:
+            return 0.0
+        part = max(mark.left, (mark.booked + mark.left) / 2) / PARTS  # the last have the way back through all stages behind them
+        return (USUAL if mark.booked else FIRST) * part / max(self._rates)
 
     @property
     def _blamed(self) -> bool:
