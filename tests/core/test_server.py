@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from shoal.core import replica_state
 from shoal.core.messages import (
     Add,
     Apply,
@@ -1108,6 +1109,19 @@ def test_a_joiner_that_missed_a_view_cannot_catch_up() -> None:
     assert not play.server.ready and play.server.since == 1 and len(play.dropped()) == 2
 
 
+def test_sums_that_still_come_are_not_lost_however_long_they_take() -> None:
+    """A large stage's sums take a narrow line minutes."""
+    play = Play(PIECES, view=a_view(members=WITHOUT_ME, joining=JOINING))
+    play.view(a_commit_of_others())
+    for at_s, peer, chunk in ((25.0, REPLICA, 0), (50.0, THIRD, 1), (75.0, REPLICA, 2)):
+        play.tick(at_s)
+        play.hear(peer, GatherChunk(0, 0, 9, chunk, to_joiner=True), 1)
+    deadline = play.server.deadline
+    assert play.server.since == 0 and deadline is not None and deadline == 75.0 + PIECES.ready_timeout_s
+    play.tick(deadline)
+    assert play.server.since == 1 and len(play.dropped()) == 3, "no more has come for that long"
+
+
 def test_small_sums_are_kept_of_many_steps_and_large_ones_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     def oldest_kept(steps: int) -> int:
         play = a_joiner()
@@ -1193,7 +1207,10 @@ def test_whoever_lacks_what_an_epoch_goes_on_with_says_so_until_it_is_let_in_ane
     assert play.server.stale
 
 
-def test_listeners_get_the_sums_of_the_round() -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_listeners_get_the_sums_of_the_round(urgent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if urgent:
+        monkeypatch.setattr(replica_state, "HURRY_STEPS", 0)
     joining = (Member("new", 1), Member("elsewhere", 0))
     play = Play(view=a_view(joining=joining))
     play.book(0, 2)
@@ -1205,7 +1222,7 @@ def test_listeners_get_the_sums_of_the_round() -> None:
     play.done(add)
     sent = [
         (REPLICA, GatherChunk(0, 0, 1, 0), (add.out,)),
-        ("new", GatherChunk(0, 0, 1, 0, to_joiner=True), (add.out,)),
+        ("new", GatherChunk(0, 0, 1, 0, to_joiner=True, urgent=urgent), (add.out,)),
     ]
     assert play.sends(GatherChunk) == sent
 

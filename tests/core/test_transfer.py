@@ -14,6 +14,7 @@ from shoal.core.messages import (
     Chunk,
     ChunkRequest,
     Command,
+    Committed,
     Continued,
     Do,
     Done,
@@ -31,11 +32,13 @@ from shoal.core.messages import (
     Result,
     Send,
     Settings,
+    Share,
     StateRequest,
     Task,
     View,
     Wire,
 )
+from shoal.core.replica_state import HURRY_STEPS
 from shoal.core.server.server import Server
 from shoal.core.transfer.download import COLD_BYTES, COLD_Bps
 from shoal.core.transfer.transfer import StateTransfer
@@ -226,6 +229,22 @@ def test_a_download_without_donors_goes_on_with_the_next_that_has_the_same_versi
     assert play.asked() == [("c", 1), ("c", 2)]
 
 
+@pytest.mark.parametrize(("chunks", "since"), [(0, 7), (1, 5)])
+def test_a_download_that_has_chunks_asks_for_its_version_again(chunks: int, since: int) -> None:
+    """Its only donor was late, and was asked for a newer version: what had come was thrown away, and that came late, too."""
+    play = alone()
+    for step in (5, 6, 7):
+        groups = ((Share("a", (0, 1, 2, 3)),), (Share("b", (0, 1, 2, 3)),))
+        last = Committed(step, 9, 2.0, 1.0, ("g0", "g1"), groups, joiners=("me",))
+        play.view(a_view(step, step=step + 1, members=MEMBERS[:2], last=last))
+    for chunk in range(chunks):
+        play.whole("b", chunk)
+    asked: list[tuple[str, StateRequest]] = []
+    while not (asked := play.sent(StateRequest)):
+        play.wait(1.0)
+    assert [ask.since for _, ask in asked] == [since] and play.server.since == 5
+
+
 def test_a_chunk_with_another_digest_is_asked_of_somebody_else() -> None:
     play = Play()
     play.offer("b")
@@ -345,6 +364,17 @@ def test_a_copy_in_use_is_offered_to_whom_it_suits_and_kept_from_whom_it_does_no
     ask(play, "y", since=7)
     exported(play)
     assert play.sent(Offer)[0][1].step == 7
+
+
+def test_chunks_for_a_joiner_that_has_waited_for_steps_are_urgent() -> None:
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    for later, urgent in ((HURRY_STEPS - 1, False), (HURRY_STEPS, True)):
+        play.view(a_view(2 + later, step=5 + later, joining=(Member("x", 1),)))
+        play.hear("x", ChunkRequest(epoch=0, step=5, stage=1, chunk=0))
+        play.done(play.task(ReadChunk))
+        assert [chunk for _, chunk in play.sent(Chunk)] == [Chunk(0, 5, 1, 0, urgent=urgent)]
 
 
 def test_two_joiners_for_whom_a_copy_is_too_old_do_not_wait_for_one_another() -> None:

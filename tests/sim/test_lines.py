@@ -13,10 +13,11 @@ from shoal import codec
 from shoal.codec import Travel
 from shoal.core import messages as m
 from shoal.core.allreduce.layout import split
+from shoal.core.messages import PASSED, URGENT
 from shoal.sim import lines
 from shoal.sim.delivery import Delivery, Parcel
 from shoal.sim.lines import LineRates, Wire
-from shoal.sim.network import Network
+from shoal.sim.network import Network, SimulatedUplink
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
@@ -68,10 +69,34 @@ def test_two_that_send_to_one_at_once_share_its_line_and_two_targets_do_not() ->
 
 
 def test_a_senders_own_line_passes_one_after_another_and_gradients_first() -> None:
-    state, gradient = arrivals(a_wire(), ("p0.0", "p1.0", 3 * MB, 3), ("p0.0", "p2.0", MB, 0))
-    assert gradient == pytest.approx(1.0, abs=0.2 * DELAY_S) and state == pytest.approx(3.0, abs=0.2 * DELAY_S)
+    state, gradient = arrivals(a_wire(), ("p0.0", "p1.0", 3 * MB, 5), ("p0.0", "p2.0", MB, 0))
+    assert gradient == pytest.approx(1.0 + 1.0 / PASSED[5], abs=0.2 * DELAY_S), "the state that waits has its turn"
+    assert state == pytest.approx(3.0, abs=0.2 * DELAY_S)
     first, second = arrivals(a_wire(), ("p0.0", "p1.0", MB, 1), ("p0.0", "p2.0", MB, 1))
     assert (first, second) == (pytest.approx(1.0, abs=0.01), pytest.approx(2.0, abs=0.01))
+
+
+@pytest.mark.parametrize("rank", [URGENT, 5])
+def test_a_lower_rank_has_its_turns_on_a_full_line(rank: int) -> None:
+    """The line is given a second of hops each second, with four in it at first: state passes at one turn of so many."""
+    uplink, waits_s, passed_s = SimulatedUplink(float(MB)), 0.0, 0.0
+    for _ in range(4):
+        uplink.pass_in_turn(0, 1.0, 0.0)
+    for at in range(100):
+        hop_s = uplink.pass_in_turn(0, 1.0, float(at))
+        if waits_s <= at:
+            waits_s = uplink.pass_in_turn(rank, 0.5, float(at))
+            passed_s += 0.5
+    assert passed_s / waits_s == pytest.approx(1 / (PASSED[rank] + 1), rel=0.2)
+    assert hop_s - 99.0 == pytest.approx(5.0 + passed_s, abs=0.6), "hops are later by what the state took"
+
+
+def test_what_waits_of_a_lower_rank_passes_when_the_line_is_free() -> None:
+    uplink = SimulatedUplink(float(MB))
+    assert uplink.pass_in_turn(5, 3.0, 0.0) == 3.0
+    assert uplink.pass_in_turn(0, 0.9, 1.0) == pytest.approx(2.0), "a tenth of the time is the state's"
+    assert uplink.pass_in_turn(5, 1.0, 2.0) == pytest.approx(4.9)
+    assert uplink.pass_in_turn(5, 1.0, 9.0) == 10.0
 
 
 @pytest.mark.parametrize(

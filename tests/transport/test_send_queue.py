@@ -1,12 +1,15 @@
-"""Which bulk goes next: the highest rank, and a tenth of the line for the others, so that nothing stands still."""
+"""Which bulk goes next: the highest rank, and a tenth of the line for the others, so that nothing stands still; half of it for what is
+urgent to a joiner."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from shoal.core.messages import BoundaryTensor, Chunk, ReduceChunk
+import pytest
+
+from shoal.core.messages import PASSED, RANKS, URGENT, BoundaryTensor, Chunk, GatherChunk, Message, ReduceChunk, rank
 from shoal.transport.base import Blob, Limits
-from shoal.transport.streams.send_queue import PASSED, QueuedBytes, RankTurns, SendQueue
+from shoal.transport.streams.send_queue import QueuedBytes, RankTurns, SendQueue
 from shoal.transport.wire import FRAGMENT_BYTES, encode
 
 DATA = bytes(40 * FRAGMENT_BYTES)
@@ -35,7 +38,23 @@ def test_the_highest_rank_goes_first() -> None:
     queue = SendQueue("p", "bulk", 1 << 30, QueuedBytes(1 << 30))
     for message in (Chunk(0, 1, 0, 0), BoundaryTensor(0, 1, 0, 0, True)):
         queue.put(encode(message, BLOBS, Limits()))
-    assert sent_of(queue, PASSED) == {0: PASSED}
+    turns = PASSED[rank(Chunk(0, 1, 0, 0))]
+    assert sent_of(queue, turns) == {0: turns}
+
+
+@pytest.mark.parametrize(
+    "urgent", [Chunk(0, 1, 0, 0, urgent=True), GatherChunk(0, 1, 0, 0, to_joiner=True, urgent=True)]
+)
+def test_what_is_urgent_to_a_joiner_has_half_of_a_line_full_of_hops(urgent: Message) -> None:
+    queue = SendQueue("p", "bulk", 1 << 30, QueuedBytes(1 << 30))
+    for message in (urgent, BoundaryTensor(0, 1, 0, 0, True), BoundaryTensor(0, 1, 0, 1, False)):
+        queue.put(encode(message, BLOBS, Limits()))
+    sent = sent_of(queue, 40)
+    assert 18 <= sent[URGENT] <= 20 and sent[0] >= 18 and sent[1] >= 2
+
+
+def test_a_rank_has_its_turns() -> None:
+    assert len(PASSED) == RANKS
 
 
 def test_each_of_several_lower_ranks_has_its_part_and_no_turn_is_left_out() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 32  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 33  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -778,7 +778,7 @@ class ReduceChunk(Wire, frozen=True):
 class GatherChunk(Wire, frozen=True):
     """All-gather, chunk owner to replicas, and on to those of its row: blob 0 is the chunk added up over the group, in group order
     within a row, then the rows in theirs. `to_joiner`: to a joiner that catches up. `first`: it goes before reduce chunks that wait,
-    of slices that come later. `again`: a copy, which was asked for."""
+    of slices that come later. `again`: a copy, which was asked for. `urgent`: to a joiner that has waited for steps."""
 
     epoch: Count
     step: Count
@@ -787,6 +787,7 @@ class GatherChunk(Wire, frozen=True):
     to_joiner: bool = False
     first: bool = False
     again: bool = False
+    urgent: bool = False
 
 
 class Resend(Wire, frozen=True):
@@ -1005,7 +1006,8 @@ class ChunkRequest(Wire, frozen=True):
 
 
 class Chunk(Wire, frozen=True):
-    """Blob 0: the chunk's bytes. `gone` (and no blob): that version, or shard, is no longer held here."""
+    """Blob 0: the chunk's bytes. `gone` (and no blob): that version, or shard, is no longer held here. `urgent`: to a joiner that has
+    waited for steps."""
 
     epoch: Count
     step: Count
@@ -1013,6 +1015,7 @@ class Chunk(Wire, frozen=True):
     chunk: Index
     gone: bool = False
     shard: Digest = ""
+    urgent: bool = False
 
 
 class LoadFailed(Wire, frozen=True):
@@ -1223,12 +1226,16 @@ BULK = (
 )  # may carry blobs; all others travel as control
 
 
-RANKS = 6  # of bulk
+RANKS = 7  # of bulk
+URGENT = 2
+# Pieces of higher ranks that go before one of that rank: state for a joiner costs hops a tenth of a line, half of it if it is urgent
+PASSED = (9, 9, 1, 9, 9, 9, 9)
 
 
 def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
-    state and frozen weights for a joiner, shards of a checkpoint and texts. Messages to one peer keep their order within a rank only."""
+    state and frozen weights for a joiner, shards of a checkpoint and texts. What is urgent to a joiner goes after hops, and they share the
+    line evenly. Messages to one peer keep their order within a rank only."""
     match message:
         case Backward():
             return 0
@@ -1236,15 +1243,17 @@ def rank(message: Message) -> int:
             return 0 if message.gradient else 1
         case Forward():
             return 1
+        case GatherChunk(urgent=True) | Chunk(urgent=True):
+            return URGENT
         case GatherChunk():
-            return 2 if message.first else 3
+            return 3 if message.first else 4
         case ReduceChunk():
-            return 3
+            return 4
         case Chunk(shard=shard) if shard and shard != FROZEN:
-            return 5
+            return 6
         case HiddenStates():
-            return 5
-    return 4
+            return 6
+    return 5
 
 
 # ------------------------------------------------------------------------------------------------------------ events

@@ -13,6 +13,9 @@ import msgspec
 from shoal.core.messages import Apply, Command, Complaint, Drop, Holding, Index, Member, Peer, Send, Stage, View
 
 TEXT = 2000  # longest reason a message may carry
+# After so many steps half of a line is a joiner's: a tenth of one full of work may never carry its state and sums
+HURRY_STEPS = 4
+MOST_STEPS = 64  # until then: who never ends must not cost others half of their lines for ever
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -44,10 +47,15 @@ class ReplicaState(msgspec.Struct):
     _owned: dict[
         Index, int
     ] = {}  # number of the view in which each microbatch of `view.work` came to its owner, if that changed
+    _joining: dict[tuple[Peer, Stage], int] = {}  # joiners, and the step at which each was one first
 
     def adopt(self, view: View) -> None:
         """It follows `self.view`. Where views between were missed, others may have owned every microbatch meanwhile."""
         before, self.view = self.view, view
+        joining, self._joining = self._joining, {}
+        for member in view.joining:
+            key = member.peer, member.stage
+            self._joining[key] = min(joining.get(key, view.step), view.step)  # a run may go back
         if before is None or (before.epoch, before.work, before.since) != (view.epoch, view.work, view.since):
             self._owned.clear()
         elif view.number > before.number + 1:
@@ -64,6 +72,14 @@ class ReplicaState(msgspec.Struct):
         if view is None or owner_of(view, index) != peer:
             return False
         return number >= max(view.since, view.members[view.owners[index]].since, self._owned.get(index, 0))
+
+    def hurries(self, peer: Peer) -> bool:
+        """`peer` has been joining for so long that what it waits for is urgent."""
+        view = self.view
+        if view is None or not self._joining:
+            return False
+        steps = [view.step - first for (joiner, _), first in self._joining.items() if joiner == peer]
+        return bool(steps) and HURRY_STEPS <= steps[0] < MOST_STEPS
 
     @property
     def ready(self) -> bool:

@@ -13,7 +13,7 @@ from random import Random
 
 import msgspec
 
-from shoal.core.messages import RANKS, Peer
+from shoal.core.messages import PASSED, RANKS, Peer
 from shoal.sim.lines import Downlinks, Wire
 from shoal.sim.scenarios.scenario import Messages, Scenario
 
@@ -40,6 +40,36 @@ class SimulatedUplink(msgspec.Struct):
     bandwidth_Bps: float
     # When the last blob of each rank has left
     free_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
+    waiting_s: list[float] = msgspec.field(
+        default_factory=lambda: [0.0] * RANKS
+    )  # that what waits takes by itself, by rank
+    then_s: float = 0.0  # when it did
+
+    def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
+        """When `seconds` of that rank will have left: after what waits and goes first, but for the turns that lower ranks have
+        (transport/streams/send_queue.py)."""
+        waiting = self.waiting_s
+        if max(waiting) > 0:
+            self._advance(now)
+        self.then_s = now
+        waiting[rank] += seconds
+        taken = waiting[rank]
+        taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
+        taken += sum(min(waiting[lower], taken / PASSED[lower]) for lower in range(rank + 1, RANKS))
+        self.free_s[rank] = left = max(self.free_s[rank], now + taken)
+        return left
+
+    def _advance(self, now: float) -> None:
+        """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
+        waiting, left = self.waiting_s, now - self.then_s
+        while left > 0 and (ranks := [rank for rank in range(RANKS) if waiting[rank] > 0]):
+            shares = [1.0, *(1 / PASSED[rank] for rank in ranks[1:])]
+            whole = sum(shares)
+            step = min(left, *(waiting[rank] * whole / share for rank, share in zip(ranks, shares, strict=True)))
+            for rank, share in zip(ranks, shares, strict=True):
+                rest = waiting[rank] - step * share / whole
+                waiting[rank] = rest if rest > 1e-9 else 0.0
+            left -= step
 
 
 class Network:
@@ -119,6 +149,8 @@ class Network:
         if uplink is None:
             uplink = self._uplinks[source] = SimulatedUplink(self._line_rate(source))
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
+        if self._wire is not None:
+            return uplink.pass_in_turn(rank, seconds, now) - now
         free_s = uplink.free_s
         free_s[rank] = left = max(max(free_s[: rank + 1]), now) + seconds
         for lower in range(rank + 1, RANKS):

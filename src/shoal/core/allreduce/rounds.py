@@ -396,7 +396,8 @@ class Rounds:
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         of = current.message
         chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
-        return sends + [Send(peer, chunk, (blob,)) for peer in current.joiners]
+        hurries = self._replica.hurries
+        return sends + [Send(to, msgspec.structs.replace(chunk, urgent=hurries(to)), (blob,)) for to in current.joiners]
 
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""

@@ -176,6 +176,10 @@ class Server:
         """The oldest version of my stage's state that can be brought up to date with the sums received."""
         return self._catch_up.since
 
+    def hurries(self, peer: Peer) -> bool:
+        """What that joiner waits for is urgent."""
+        return self._replica.hurries(peer)
+
     def rests_on(self, step: int) -> list[Command]:
         """A state of that version is on its way: sums of older steps are not needed."""
         return self._catch_up.rests_on(step)
@@ -341,7 +345,7 @@ class Server:
             case BoundaryTensor() | TensorRequest() | TensorPending() | TensorGone():
                 return self._hops.on_tensor(peer, message, blobs, fault, now) + self._hops.start(self._rounds.cutting)
             case GatherChunk() if message.to_joiner:
-                return self._catch_up.take(peer, message, blobs, fault) + self._continue(now)
+                return self._catch_up.take(peer, message, blobs, fault, now) + self._continue(now)
             case ReduceChunk() | GatherChunk() | Resend():
                 return self._rounds.on_message(peer, message, names, fault, now)
             case Recall() | Cancel():

@@ -66,6 +66,7 @@ class CatchUp:
         self.since = 0  # a state of this version or a newer one can be brought up to date
         self._received: dict[int, RoundSums] = {}  # by step
         self.commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
+        self._heard_at = 0.0  # when a sum came last: those of a large stage take a narrow line longer than any patience
         self._task: Gather | None = None
 
     @property
@@ -76,7 +77,7 @@ class CatchUp:
     @property
     def deadline(self) -> float | None:
         waiting = [at for step, (_, at) in self.commits.items() if not self._complete(step)]
-        return min(waiting) + self._settings.ready_timeout_s if waiting else None
+        return max(min(waiting), self._heard_at) + self._settings.ready_timeout_s if waiting else None
 
     def on_view(self, view: View, now: float) -> list[Command]:
         joining = next((one for one in view.joining if one.peer == self._name), None)
@@ -111,7 +112,9 @@ class CatchUp:
         view = self._replica.view
         return self._give_up(min(step, view.step)) if view is not None and self._key is not None else []
 
-    def take(self, peer: Peer, message: GatherChunk, refs: tuple[BlobRef, ...], fault: str) -> list[Command]:
+    def take(
+        self, peer: Peer, message: GatherChunk, refs: tuple[BlobRef, ...], fault: str, now: float
+    ) -> list[Command]:
         """Keep one chunk's sum."""
         blobs = tuple(ref.id for ref in refs)
         if len(blobs) != 1 or fault or not self._is_wanted(peer, message):
@@ -126,6 +129,7 @@ class CatchUp:
         if message.chunk in received.sums or sum(other == peer for other, _ in received.sums.values()) >= CHUNKS:
             return commands + drop(blobs)
         received.sums[message.chunk] = peer, blobs[0]
+        self._heard_at = now
         received.nbytes += refs[0].nbytes
         return commands
 
@@ -183,11 +187,11 @@ class CatchUp:
         return self._give_up(task.step + 1)
 
     def tick(self, now: float) -> list[Command]:
-        """Sums of a commit that are not complete within ready_timeout_s have been lost."""
+        """Sums of a commit that are not complete, and of which none has come for ready_timeout_s, have been lost."""
         late = [
             step
             for step, (_, at) in self.commits.items()
-            if now - at >= self._settings.ready_timeout_s and not self._complete(step)
+            if now - max(at, self._heard_at) >= self._settings.ready_timeout_s and not self._complete(step)
         ]
         return self._give_up(max(late) + 1) if late else []
 

@@ -103,7 +103,7 @@ class Donor:
             ]
         if done.id in self._reading:
             peer, request = self._reading.pop(done.id)
-            return [Send(peer, _chunk(request), (done.id,)), Drop((done.id,))]
+            return [Send(peer, _chunk(request, urgent=self._server.hurries(peer)), (done.id,)), Drop((done.id,))]
         return []
 
     def on_failed(self, failed: Failed) -> list[Command]:
@@ -142,5 +142,5 @@ def _nothing(request: StateRequest) -> Offer:
     return Offer(epoch=request.epoch, step=0, stage=request.stage, manifest=Manifest(hashes=(), sizes=()))
 
 
-def _chunk(request: ChunkRequest, *, gone: bool = False) -> Chunk:
-    return Chunk(epoch=request.epoch, step=request.step, stage=request.stage, chunk=request.chunk, gone=gone)
+def _chunk(request: ChunkRequest, *, gone: bool = False, urgent: bool = False) -> Chunk:
+    return Chunk(request.epoch, request.step, request.stage, request.chunk, gone=gone, urgent=urgent)

@@ -184,8 +184,10 @@ class StateTransfer:
         if view.step == self._settings.first_step or not (view.started or view.kept):
             undone = view.epoch if view.undoing is not None and view.undoing.epoch == view.epoch else 0
             return self._start(Init(self._id(), target.stage, view.step, void_before=undone))
-        since = self._server.since
-        return self.downloader.request(view, since + (max(0, view.step - since) + 1) // 2)  # else it is too old soon
+        since, current = self._server.since, self.downloader.current
+        half = since + (max(0, view.step - since) + 1) // 2  # an older one is too old soon
+        begun = current is not None and current.have and current.step >= since
+        return self.downloader.request(view, since if begun else half)
 
     def _bring(self, failed: Failed, now: float) -> list[Command]:
         """Download what it lacks, then go on."""

@@ -11,24 +11,23 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from shoal.core.messages import RANKS, Peer
+from shoal.core.messages import PASSED, RANKS, Peer
 from shoal.transport.base import StreamKind
 from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
 
-PASSED = 9  # fragments of higher ranks that go before one of a lower: state for a joiner costs hops a tenth of a line, and moves
 SHARE_BYTES = 256 << 10  # that may wait for one peer even when all queues together are full
 
 
 class RankTurns:
-    """The highest waiting rank goes next, and each lower one after it was passed over PASSED times: averaging fills a line for minutes, and
-    a joiner's state would stand still."""
+    """The highest waiting rank goes next, and each lower one after it was passed over as often as PASSED says: averaging fills a line for
+    minutes, and a joiner's state would stand still."""
 
     def __init__(self) -> None:
         self._passed = [0] * RANKS
 
     def next(self, waiting: Collection[int]) -> int:
-        return min((rank for rank in waiting if self._passed[rank] >= PASSED), default=min(waiting))
+        return min((rank for rank in waiting if self._passed[rank] >= PASSED[rank]), default=min(waiting))
 
     def took(self, turn: int, waiting: Collection[int]) -> None:
         """`turn` has gone, while these waited."""
