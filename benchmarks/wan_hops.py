@@ -142,6 +142,13 @@ def run(
     return {"commits": steps, **json.loads((directory / "summary.json").read_bytes())}
 
 
+def evicted(folder: Path) -> str:
+    """Who, and why: honest peers here, so that it is a fault, and no figure of these hosts; '': nobody."""
+    path = folder / "runs/lab/evictions.json"
+    known = json.loads(path.read_bytes()) if path.exists() else []
+    return "; ".join(f"{one['peer']} in step {one['step']}: {one['reason']}" for one in known)
+
+
 def traced(folder: Path, host: str, topology: Topology) -> Path:
     return trace.find((folder if host == topology.hosts[0] else folder / host) / "runs/lab")
 
@@ -187,6 +194,11 @@ def main() -> None:
         with Counters(lab) as counters:
             placed = placement(config, topology.hosts, delays, socket_Bps) if asked.placed else None
             result = run(lab, folder, words, device, placed)
+        if reasons := evicted(folder):
+            kept = (
+                f"; what the processes print is in {folder}" if asked.logs else "; --logs FOLDER keeps what they print"
+            )
+            raise SystemExit(f"honest peers were evicted, so that this is no figure of hops: {reasons}{kept}")
         hosts = read({host: traced(folder, host, topology) for host in topology.hosts}, delays)
         rows = account(hosts, counters, socket_Bps, 4 * asked.values)
         print(table(rows), file=sys.stderr, flush=True)
