@@ -306,8 +306,8 @@ def after_a_step_of(seconds: float, booked: int, count: int = 96) -> tuple[Jam, 
 def test_where_steps_are_long_books_are_given_the_time_that_they_usually_take(
     step_s: float, booked: int, times: float
 ) -> None:
-    """On lines of 50 Mbit/s in eight regions the first eighth was booked after 12 s of steps of 50 s, when owners found hops late that stood
-    in the lines: four honest peers of eight were evicted."""
+    """On lines of 50 Mbit/s in eight regions the first eighth was booked after 12 s of steps of 50 s, when owners found hops late that
+    stood in the lines: four honest peers of eight were evicted."""
     jam, began = after_a_step_of(step_s, booked)
     jam.stalls.gaps.before_s = 0.0
     owners = [(owner, index, "b", 1) for index, owner in enumerate("abcdef") if owner != "b"]

@@ -68,7 +68,7 @@ from shoal.core.messages import (
 )
 from shoal.core.server.server import Server
 from shoal.core.transfer import catch_up
-from shoal.core.transfer.catch_up import STEPS
+from shoal.core.transfer.catch_up import MOST, STEPS
 
 ME, REPLICA, THIRD = "me", "replica", "third"
 OWNER, OTHER = "owner", "other"
@@ -1120,6 +1120,18 @@ def test_sums_that_still_come_are_not_lost_however_long_they_take() -> None:
     assert play.server.since == 0 and deadline is not None and deadline == 75.0 + PIECES.ready_timeout_s
     play.tick(deadline)
     assert play.server.since == 1 and len(play.dropped()) == 3, "no more has come for that long"
+
+
+def test_a_sum_that_is_lost_is_lost_though_those_of_later_steps_come() -> None:
+    play = a_joiner()
+    play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_joiner=True), 1)
+    play.view(a_commit_of_others())
+    step = 0
+    while play.server.since == 0:
+        play.now, step = play.now + SETTINGS.ready_timeout_s - 1.0, step + 1
+        heard_sums(play, step)
+        play.tick(play.now)
+    assert MOST <= play.now / SETTINGS.ready_timeout_s < MOST + 1
 
 
 def test_small_sums_are_kept_of_many_steps_and_large_ones_of_few(monkeypatch: pytest.MonkeyPatch) -> None:

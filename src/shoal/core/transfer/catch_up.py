@@ -37,6 +37,7 @@ from shoal.core.replica_state import ReplicaState, drop
 
 CHUNKS = 1 << 16  # of one gradient that are kept of one peer at most: of 4096 pieces among 64 replicas
 LONG = 1 << 40  # values; a gradient of that length has every chunk that the group may have
+MOST = 4.0  # of ready_timeout_s: for the sums of a commit, while sums come
 STEPS = 16  # whose sums are kept however large they are, up to the stage's gradient each
 SMALL_BYTES, SMALL_STEPS = (
     64 << 20,
@@ -66,7 +67,7 @@ class CatchUp:
         self.since = 0  # a state of this version or a newer one can be brought up to date
         self._received: dict[int, RoundSums] = {}  # by step
         self.commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
-        self._heard_at = 0.0  # when a sum came last: those of a large stage take a narrow line longer than any patience
+        self._heard_at = 0.0  # when a sum came last
         self._task: Gather | None = None
 
     @property
@@ -77,7 +78,7 @@ class CatchUp:
     @property
     def deadline(self) -> float | None:
         waiting = [at for step, (_, at) in self.commits.items() if not self._complete(step)]
-        return max(min(waiting), self._heard_at) + self._settings.ready_timeout_s if waiting else None
+        return self._lost_at(min(waiting)) if waiting else None
 
     def on_view(self, view: View, now: float) -> list[Command]:
         joining = next((one for one in view.joining if one.peer == self._name), None)
@@ -187,15 +188,17 @@ class CatchUp:
         return self._give_up(task.step + 1)
 
     def tick(self, now: float) -> list[Command]:
-        """Sums of a commit that are not complete, and of which none has come for ready_timeout_s, have been lost."""
-        late = [
-            step
-            for step, (_, at) in self.commits.items()
-            if now - max(at, self._heard_at) >= self._settings.ready_timeout_s and not self._complete(step)
-        ]
+        """Sums of a commit that are not complete in time have been lost."""
+        late = [step for step, (_, at) in self.commits.items() if now >= self._lost_at(at) and not self._complete(step)]
         return self._give_up(max(late) + 1) if late else []
 
     # ------------------------------------------------------------------------------------------------------- private
+
+    def _lost_at(self, committed_at: float) -> float:
+        """When sums of what was committed then are lost if they are not complete. A large stage's take a narrow line minutes, so that they
+        are waited for while any come."""
+        patience_s = self._settings.ready_timeout_s
+        return min(max(committed_at, self._heard_at) + patience_s, committed_at + MOST * patience_s)
 
     @property
     def _small(self) -> bool:

@@ -178,7 +178,9 @@ class Jams:
         mark = self._mark
         if not self._rates:
             return 0.0
-        part = max(mark.left, (mark.booked + mark.left) / 2) / PARTS  # the last have the way back through all stages behind them
+        part = (
+            max(mark.left, (mark.booked + mark.left) / 2) / PARTS
+        )  # the last have the way back through all stages behind them
         return (USUAL if mark.booked else FIRST) * part / max(self._rates)
 
     @property
