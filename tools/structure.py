@@ -471,7 +471,9 @@ def at_commit(repository: Path, ref: str) -> dict[str, Row]:
     if done.returncode:
         raise ValueError(f"--against {ref}: {done.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
-        files.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not in Python 3.11.2, which Debian 12 has
+            files.extraction_filter = tarfile.data_filter
+        files.extractall(folder)
         # A process of its own: grimp finds one package of a name per process.
         script = [sys.executable, __file__, "--json", "--root", folder]
         done = subprocess.run(script, capture_output=True, check=False)
