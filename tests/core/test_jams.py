@@ -11,7 +11,6 @@ from shoal.core.leader.books.jams import (
     ALONE,
     ASK_BEATS,
     DISPUTE_FLOORS,
-    FIRST,
     FRESH_BEATS,
     GAPS,
     HOLD_BEATS,
@@ -25,7 +24,7 @@ from shoal.core.leader.books.jams import (
     Jams,
     Outcome,
 )
-from shoal.core.leader.books.stalls import HOPS, Stalls
+from shoal.core.leader.books.stalls import FIRST, HOPS, Stalls
 from shoal.core.leader.ledger import Ledger
 from shoal.core.messages import Booker, BookerRequest, Booking, Member, Phase, Send, Settings, View
 

@@ -2,8 +2,9 @@
 
 Within the transport's contract (transport/base.py) control, and each rank of bulk, are in order from one peer to another; a
 sender's uplink passes one blob after the other, those of a higher rank first; anything may vanish. Where peers have lines of their
-own (lines.py), `arrivals` says when a blob is at its target's line, and `through` when it has passed it. Faults come on top: drops, delays,
-cuts, and, for scenarios that ask for it, duplicates and reordering that no transport is allowed. Every draw comes from one stream.
+own (lines.py), lower ranks have the turns that the transport gives them, `arrivals` says when a blob is at its target's line, and
+`through` when it has passed it; elsewhere histories stay what they were. Faults come on top: drops, delays, cuts, and, for scenarios
+that ask for it, duplicates and reordering that no transport is allowed. Every draw comes from one stream.
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ class SimulatedUplink(msgspec.Struct):
     bandwidth_Bps: float
     # When the last blob of each rank has left
     free_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
-    waiting_s: list[float] = msgspec.field(
-        default_factory=lambda: [0.0] * RANKS
-    )  # that what waits takes by itself, by rank
-    then_s: float = 0.0  # when it did
+    # What waited of each rank at `then_s`, in seconds of the whole line
+    waiting_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
+    then_s: float = 0.0
 
     def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
         """When `seconds` of that rank will have left: after what waits and goes first, but for the turns that lower ranks have

@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from shoal.core.leader.books.stalls import HOPS, Stalls
+from shoal.core.leader.books.stalls import FIRST, HOPS, KNOWN, Stalls
 from shoal.core.leader.evictions import Verdict
 from shoal.core.leader.ledger import Ledger
 from shoal.core.messages import Booker, BookerRequest, Command, Index, Peer, Send, Settings, Stage, View
@@ -33,9 +33,7 @@ LONGEST = 4.0  # times as long as anything in this step has taken is late, where
 # The same where so many servers say that they wait for one maker
 MANY, MANY_LONGEST = 4, 2.0
 PARTS = 8.0  # of what is open: as long as one is booked books grow
-KNOWN = 4  # steps, of which the quickest says how long such a part takes
-# So many times as long nobody is judged; the first part has the way through all stages before it
-USUAL, FIRST = 2.0, 4.0
+USUAL = 2.0  # times as long as such a part takes in the quickest of KNOWN steps nobody is judged, FIRST times at a step's beginning
 ASKED = 64  # microbatches that are asked after at a time
 ALONE = (
     2.0  # times as long as before anybody is judged: an owner that waits alone for a server hands its microbatch over
@@ -86,8 +84,8 @@ class Jams:
         self._disputes: dict[str, set[str]] = {}  # keys, by key
         self._steps = 0
         self._began_at: float | None = None  # of this step, as far as this leader saw it
-        self._booked = (0, 0)  # of it, when this leader looked first, and last
-        self._seen_at = 0.0  # last
+        self._booked = (0, 0)  # in it, when this leader looked first, and last
+        self._looked_at = 0.0  # last
         self._rates: deque[float] = deque(maxlen=KNOWN)  # bookings per second, of the steps before
 
     def on_step(self, now: float) -> None:
@@ -95,8 +93,8 @@ class Jams:
         if self._steps % AGE == 0:
             self._disputes.clear()
         first, last = self._booked
-        if self._began_at is not None and last > first and self._seen_at > self._began_at:
-            self._rates.append((last - first) / (self._seen_at - self._began_at))
+        if self._began_at is not None and last > first and self._looked_at > self._began_at:
+            self._rates.append((last - first) / (self._looked_at - self._began_at))
         self._began_at, self._booked = now, (0, 0)
         self.clear()
 
@@ -165,7 +163,7 @@ class Jams:
         """Seconds in which less than a part of what is open was booked: among many some always come through."""
         mark, left = self._mark, ledger.needed - ledger.booked
         first = ledger.booked if mark.booked < 0 and not self._booked[1] else self._booked[0]
-        self._booked, self._seen_at = (first, ledger.booked), now
+        self._booked, self._looked_at = (first, ledger.booked), now
         if not mark.booked <= ledger.booked < mark.booked + max(1.0, mark.left / PARTS):
             self._mark = Mark(ledger.booked, left, now)
             self._ungiven.clear()
@@ -178,9 +176,8 @@ class Jams:
         mark = self._mark
         if not self._rates:
             return 0.0
-        part = (
-            max(mark.left, (mark.booked + mark.left) / 2) / PARTS
-        )  # the last have the way back through all stages behind them
+        needed = mark.booked + mark.left
+        part = max(mark.left, needed / 2) / PARTS  # not less at the end, when hops drain through all stages
         return (USUAL if mark.booked else FIRST) * part / max(self._rates)
 
     @property
