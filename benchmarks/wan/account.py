@@ -1,6 +1,7 @@
-"""Where the uplinks of a run's hosts spend a step: seconds busy, and idle by cause. For wan_hops.py, from its hosts' traces and sent bytes.
+"""Where the uplinks of a run's hosts spend a step: seconds busy, and idle by cause. For wan_hops.py, from its hosts' traces and lines.
 
-A second of an uplink is busy as far as its bytes fill a plain socket's rate. What is left of it belongs to the first cause that applies:
+How long a line carried something the emulator says, so `busy` holds what is sent twice and acknowledgements, too. What is left of a second
+belongs to the first cause that applies:
 
     commit      every microbatch is booked: averaging, agreeing, and the view that begins the next step
     fill        this host has made no tensor of the step yet
@@ -12,7 +13,7 @@ A second of an uplink is busy as far as its bytes fill a plain socket's rate. Wh
 
 Bytes wait where tensors were to be sent and the line has not carried them yet. `uneven` is no idle time: what this host serves beyond
 its stage's mean takes its line so long. `down` is how long its downlink is busy, `late` how long that is idle while tensors are under
-way to it.
+way to it, `dropped` how many packets its line has dropped.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ import msgspec
 
 from shoal import trace
 from shoal.core.messages import BoundaryTensor, Do, Done, Fetch, Received, RunBackward, RunForward, Send
-from wan.lab import Lab
+from wan.lab import Counted, Lab
 
 EVERY_S = 0.05
-FULL = 0.85  # of a plain socket's rate, over a quarter of a second: a line that carries this much is full
-CAUSES = ("busy", "commit", "fill", "drain", "receiver", "transport", "compute", "starved", "down", "late")
+FULL = 0.95  # of a quarter of a second: a line that is busy for so long is full
+CAUSES = ("busy", "commit", "fill", "drain", "receiver", "transport", "compute", "starved", "down", "late", "dropped")
 FRAMING = 1.035  # bytes on the line for one of a tensor: TLS, TCP and IP, and what is sent twice
 LEAST_PART = 0.1  # of a tensor: less than this does not wait
 Spans = list[tuple[float, float]]
 
 
 class Counters:
-    """The bytes that each host has sent and received, sampled inside the `with` statement."""
+    """What the lines of each host have carried, sampled inside the `with` statement."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab, self._over = lab, threading.Event()
-        self.samples: list[tuple[float, dict[str, tuple[int, int]]]] = []
+        self.samples: list[tuple[float, dict[str, Counted]]] = []
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Counters:
@@ -147,17 +148,21 @@ def account(
         for (before, old), (now, new) in zip(counters.samples, counters.samples[1:], strict=False):
             if not start <= now < end:
                 continue
-            full = _full(counters, now, plain_Bps)
+            full = _full(counters, now)
             coming = {
                 target for host in hosts.values() for since, left, target in host.receivers if since <= now < left
             }
             for name, host in hosts.items():
-                busy_s = min((new[name][0] - old[name][0]) / plain_Bps, now - before)
+                busy_s = min(new[name].up.busy_s - old[name].up.busy_s, now - before)
                 row = rows[name]
                 row["busy"] += busy_s
-                waiting = carried[name].waiting(now, new[name][0] - old[name][0])
+                waiting = carried[name].waiting(now, new[name].sent_bytes - old[name].sent_bytes)
                 row[_cause(host, step, now, booked, full, waiting)] += now - before - busy_s
-                down_s = min((new[name][1] - old[name][1]) / plain_Bps, now - before)
+                down_s = min(new[name].down.busy_s - old[name].down.busy_s, now - before)
+                row["dropped"] += sum(
+                    new_line.dropped - old_line.dropped
+                    for new_line, old_line in zip(new[name][2:], old[name][2:], strict=True)
+                )
                 row["down"] += down_s
                 row["late"] += now - before - down_s if name in coming else 0.0
     for name, host in hosts.items():
@@ -184,11 +189,11 @@ def _cause(host: Host, step: int, now: float, booked: float, full: set[str], wai
     return "compute" if any(start <= now < end for start, end in host.hops) else "starved"
 
 
-def _full(counters: Counters, now: float, plain_Bps: float) -> set[str]:
-    """Hosts whose downlink carries what a plain socket would."""
+def _full(counters: Counters, now: float) -> set[str]:
+    """Hosts whose downlink is."""
     window = [sample for sample in counters.samples if abs(sample[0] - now) <= 0.15]
     (first, old), (last, new) = window[0], window[-1]
-    return {name for name in old if new[name][1] - old[name][1] >= FULL * plain_Bps * (last - first)}
+    return {name for name in old if new[name].down.busy_s - old[name].down.busy_s >= FULL * (last - first)}
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:

@@ -1,8 +1,9 @@
 // Hosts with a network of their own on one machine, and the lines between them. For lab.py, which compiles and starts it.
 //
-//   emulator N      N hosts: 11.77.0.1 to 11.77.0.N, and any other 11.77.x.HOST or fd77::HOST that a host takes. Prints "host PID" for each, the first process of its namespaces
+//   emulator N [FD] N hosts: 11.77.0.1 to 11.77.0.N, and any other 11.77.x.HOST or fd77::HOST that a host takes. Prints "host PID" for each, the first process of its namespaces
 //                   (network, processes, mounts), then carries packets until its standard input ends. With it end the hosts
-//                   and every process in them, whatever killed the program that started it.
+//                   and every process in them, whatever killed the program that started it. FD: an open file of the size of two
+//                   Queue[64], in which it keeps all uplinks and then all downlinks.
 //
 // Standard input says how fast the lines are, and may change that at any time (rates in bit/s, 0: cut, inf: no limit):
 //   access HOST UP_bps UP_buffer_s DOWN_bps DOWN_buffer_s
@@ -30,6 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -39,12 +41,12 @@
 
 enum { MAX_HOSTS = 64, MTU = 1500, TURN = 64, MAX_PACKET = 65536 + 64 };
 
-typedef struct { double bps, buffer_s, free_at; } Queue;
+typedef struct { double bps, buffer_s, free_at, served_s; uint64_t dropped; } Queue;  // free_at: on CLOCK_MONOTONIC
 typedef struct { Queue queue; double delay_s, loss, mtu; } Path;
 typedef struct { struct virtio_net_hdr head; unsigned char ip[]; } Frame;  // what a TUN device reads and writes
 typedef struct { double due; uint64_t serial; int to, len; bool queued; Frame *frame; } Event;
 
-static Queue up[MAX_HOSTS], down[MAX_HOSTS];
+static Queue own[2 * MAX_HOSTS], *up = own, *down = own + MAX_HOSTS;
 static Path paths[MAX_HOSTS][MAX_HOSTS];
 static int tuns[MAX_HOSTS], hosts;
 static Event *heap;  // by due time, then in the order of arrival
@@ -129,10 +131,10 @@ static Frame *piece(Frame *f, int len, int start, int end) {
 
 // True: the bytes leave the queue at `*at`, where they had arrived at `*at`. False: they are dropped.
 static bool served(Queue *q, double *at, int bytes) {
-  if (q->bps <= 0) return false;
   double start = *at > q->free_at ? *at : q->free_at;
-  if (start - *at > q->buffer_s) return false;
+  if (q->bps <= 0 || start - *at > q->buffer_s) { q->dropped++; return false; }
   q->free_at = *at = start + 8.0 * bytes / q->bps;
+  q->served_s += 8.0 * bytes / q->bps;
   return true;
 }
 
@@ -296,8 +298,13 @@ static bool read_words(void) {  // false: standard input has ended
 }
 
 int main(int count, char **words) {
-  hosts = count == 2 ? atoi(words[1]) : 0;
-  if (hosts < 1 || hosts > MAX_HOSTS) { fprintf(stderr, "usage: emulator N (1 to %d hosts)\n", MAX_HOSTS); return 2; }
+  hosts = count == 2 || count == 3 ? atoi(words[1]) : 0;
+  if (hosts < 1 || hosts > MAX_HOSTS) { fprintf(stderr, "usage: emulator N [FD] (1 to %d hosts)\n", MAX_HOSTS); return 2; }
+  if (count == 3) {
+    up = mmap(NULL, sizeof own, PROT_READ | PROT_WRITE, MAP_SHARED, atoi(words[2]), 0);
+    if (up == MAP_FAILED) fail("counters");
+    down = up + MAX_HOSTS;
+  }
   struct pollfd watched[MAX_HOSTS + 1];
   for (int i = 0; i < hosts; i++) {
     int pid = host_process();

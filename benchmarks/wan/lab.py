@@ -15,9 +15,11 @@ its standard input does, so also when this process is killed, and with it the ho
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,13 +27,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, get_args, get_type_hints
+from typing import IO, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
 from shoal.units import parse
 
 SOURCE = Path(__file__).with_name("emulator.c")
+MAX_HOSTS, QUEUE = 64, struct.Struct("4dQ")  # the emulator's
 UNLIMITED = "unlimited"  # of a rate
 NEVER = "never"  # of a time
 ANY = "*"
@@ -191,6 +194,23 @@ def missing() -> str:
     return f"the laboratory needs {' and '.join(lacking)}" if lacking else ""
 
 
+class Line(NamedTuple):
+    """One direction of a host's, since it began: seconds in which it carried something, the queue's length, packets dropped."""
+
+    busy_s: float
+    queue_s: float
+    dropped: int
+
+
+class Counted(NamedTuple):
+    """Bytes that a host has sent and received, and its line."""
+
+    sent_bytes: int
+    received_bytes: int
+    up: Line
+    down: Line
+
+
 class Lab:
     """The hosts of a topology, alive inside the `with` statement."""
 
@@ -208,13 +228,18 @@ class Lab:
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder, "emulator")
             subprocess.run(["gcc", "-O2", "-o", program, SOURCE, "-lm"], check=True)
+            counters = os.memfd_create("counters")
+            os.ftruncate(counters, 2 * MAX_HOSTS * QUEUE.size)
+            self._counters = mmap.mmap(counters, 0)
             self._emulator = subprocess.Popen(
-                [program, str(len(self.topology.hosts))],
+                [program, str(len(self.topology.hosts)), str(counters)],
+                pass_fds=(counters,),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the emulator
             )
+            os.close(counters)
         assert self._emulator.stdout is not None
         self._tell(self._lines)
         for host in self.topology.hosts:
@@ -254,10 +279,15 @@ class Lab:
         """Run a command of the system there, such as "ip addr add 11.77.1.1/16 dev wan0", to its end. CalledProcessError: it failed."""
         subprocess.run([*self._enter(host), *command.split()], check=True)
 
-    def counted(self, host: str) -> tuple[int, int]:
-        """Bytes that the host has sent and received over its line."""
+    def counted(self, host: str) -> Counted:
         words = Path(f"/proc/{self._pids[host]}/net/dev").read_text().partition("wan0:")[2].split()
-        return int(words[8]), int(words[0])
+        place = self.topology.hosts.index(host)
+        return Counted(int(words[8]), int(words[0]), self._line(place), self._line(MAX_HOSTS + place))
+
+    def _line(self, place: int) -> Line:
+        _, _, free_at, served_s, dropped = QUEUE.unpack_from(self._counters, place * QUEUE.size)
+        waits_s = max(0.0, free_at - time.monotonic())
+        return Line(served_s - waits_s, waits_s, dropped)
 
     def first_process(self, host: str) -> int:
         """The process whose namespaces the host is."""
