@@ -6,6 +6,8 @@ import errno
 import hashlib
 import logging
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -919,3 +921,19 @@ def test_close_answers_what_runs_and_leaves_no_thread() -> None:
     done(held, m.Init("i", 0, 0))
     held.close()
     assert not any(lane.thread.is_alive() for lane in held._lanes.values())
+
+
+def test_the_first_round_finds_its_loops_loaded() -> None:
+    """Six peers on two cores loaded numba in their first round for 3.5 s, and an honest one was evicted: its partner waited for a sum."""
+    program = (
+        "import sys, time\n"
+        "from tests.runtime.test_task_runner import EMULATED, TaskRunner\n"
+        "runner, until = TaskRunner(EMULATED), time.monotonic() + 30\n"
+        "def loaded():\n"
+        "    loops = sys.modules.get('shoal.numerics.loops')\n"
+        "    return getattr(getattr(loops, 'sketch', None), 'signatures', None)\n"
+        "while not loaded() and time.monotonic() < until:\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(not loaded())\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=90, cwd=Path(__file__).parents[2])

@@ -58,6 +58,7 @@ from shoal.executor import create
 from shoal.executor.base import Executor, device_of, draw, evaluate, prepare_thread, rewards
 from shoal.executor.delayed import PREVIOUS, Delayed
 from shoal.model.cut import counted
+from shoal.numerics import sketches
 from shoal.runtime.checkpoints import checkpoint, marker
 from shoal.runtime.data.dataset import Dataset
 from shoal.runtime.state import Copy
@@ -113,6 +114,7 @@ class TaskRunner:
         self._kinds = Kinds(config)
         names = ("compute", "read", "write", *(("average",) if config.train.staleness else ()))
         self._lanes = {name: Lane(name, lambda: prepare_thread(config)) for name in names}
+        self._lanes["read"].put(sketches.load)  # beside joining
         self._blobs = Blobs(config.network.activation_memory_bytes, config.run.directory, self._lanes["write"].put)
 
     @property
