@@ -63,7 +63,7 @@ from shoal.core.messages import (
     asker_of,
 )
 from shoal.core.server.server import Server
-from shoal.core.timers import Called, soonest
+from shoal.core.timers import Called
 from shoal.core.trainer.trainer import Trainer
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -159,9 +159,9 @@ class PeerMachine:
         return called.deadline
 
     def _soonest(self) -> float | None:
-        """Asked in every event, hence of the parts what they keep, where they keep it."""
-        transfer, inference = self.transfer, self.inference
-        return soonest(
+        """Asked in every event, hence of the parts what they keep, where they keep it, and in a loop of its own."""
+        transfer, inference, first = self.transfer, self.inference, None
+        for at in (
             self.register.deadline,
             self.server.deadline,
             self.trainer.timers.deadline,
@@ -172,7 +172,10 @@ class PeerMachine:
             self.admission.find_at,
             self.departure.linger_at,
             self.relay.look_at,
-        )
+        ):
+            if at is not None and (first is None or at < first):
+                first = at
+        return first
 
     # ---------------------------------------------------------------------------------------------------- events
 

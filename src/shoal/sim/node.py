@@ -107,10 +107,6 @@ class Clock:
     def reads(self, now: float) -> float:
         return now * self.rate + self.offset_s
 
-    def when(self, time_s: float) -> float:
-        """At which kernel time it reads that."""
-        return (time_s - self.offset_s) / self.rate
-
     def jump(self, seconds: float) -> None:
         self.offset_s += seconds
 
@@ -179,9 +175,12 @@ class Node:
                 return
             message = checked
         if values:
-            bad = any(value is BAD or overflown(value) for value in values)
-            refs = () if bad else tuple([m.BlobRef(self._keep(value), 100) for value in values])
-            self.receive(m.Received(source, message, refs, "blob 0: values are not finite" if bad else ""))
+            for value in values:
+                if value is BAD or overflown(value):
+                    self.receive(m.Received(source, message, (), "blob 0: values are not finite"))
+                    return
+            refs = tuple([m.BlobRef(self._keep(value), 100) for value in values])
+            self.receive(m.Received(source, message, refs))
         else:
             self.receive(m.Received(source, message))
 
@@ -231,16 +230,19 @@ class Node:
         context.history.add(now, self.process.serial, len(commands))
         if context.record is not None:
             context.record(self._clock.reads(now), self.name, event, commands)
-        if machine.view is not self.view:
-            self.view = machine.view
-            if self.view is not None and self.mask is None:
-                host.agreed(self, self.view)
-        cut = host.trapped(self, commands)
-        for command in commands if cut is None else commands[:cut]:
-            _CARRY_OUT[type(command)](self, command)
-        if cut is not None:
-            host.kill(self)
-        elif self.finish is not None:
+        view = machine.roster.view
+        if view is not self.view:
+            self.view = view
+            if view is not None and self.mask is None:
+                host.agreed(self, view)
+        if commands:  # as after every second event
+            cut = host.trapped(self, commands)
+            for command in commands if cut is None else commands[:cut]:
+                _CARRY_OUT[type(command)](self, command)
+            if cut is not None:
+                host.kill(self)
+                return
+        if self.finish is not None:
             host.ended(self)
         elif self.lives:
             self._arm()
@@ -257,7 +259,7 @@ class Node:
         if deadline is None:
             return
         clock, kernel = self._clock, self.context.kernel
-        at = clock.when(deadline) + 1e-9  # rounding must not make it a moment early
+        at = (deadline - clock.offset_s) / clock.rate + 1e-9  # rounding must not make it a moment early
         if at < kernel.now:
             at = kernel.now
         if clock.armed_s is None or at < clock.armed_s - 1e-9:

@@ -105,7 +105,11 @@ class ActivationStore:
 
     @property
     def deadline(self) -> float | None:
-        return min([want.due for want in self.wants.values()]) if self.wants else None
+        first = None  # a want or two: a loop is quicker than min()
+        for want in self.wants.values():
+            if first is None or want.due < first:
+                first = want.due
+        return first
 
     # ---------------------------------------------------------------------------------------------------- what is kept
 
