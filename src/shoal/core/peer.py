@@ -278,12 +278,12 @@ class PeerMachine:
 
     def _on_consensus(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         """Only voters count. Any peer may send the proof of a newer view; a peer in no view that asks for a vote receives the newest."""
-        register, number = self.register, 0 if self.register.agreed is None else self.register.agreed.number
+        register, agreed = self.register, self.register.views.view
         proven = isinstance(message, Propose) and message.proof is not None
         commands: list[Command] = []
-        if isinstance(message, Lead) and message.number > number:
+        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
             commands.append(Send(peer, self.heartbeat.state()))  # the leader repairs peers that report an older view
-        if proven or register.agreed is None or register.entitled(peer):
+        if proven or agreed is None or register.views.entitled(peer):
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self.judge.notes.note(message.stalled, now)
