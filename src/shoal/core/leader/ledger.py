@@ -80,13 +80,13 @@ class Ledger:
             return ""
         if books[: len(held)] != held:
             return "has changed what it booked"
-        indices = {booking.index for booking in books}
+        indices = set(map(_INDEX, books))
         if len(indices) < len(books):
             return "has booked a microbatch twice"
         count = self._count(stage)
         if max(indices) >= count:
             return f"has booked microbatch {max(indices)} of {count}"
-        for booking in books:
+        for booking in books[len(held) :]:
             most = self.tokens if booking.index < self.microbatches else self.heldout_tokens
             if booking.counted > most:
                 return f"has counted {booking.counted} tokens in a microbatch of {most}"
