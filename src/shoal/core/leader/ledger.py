@@ -52,6 +52,7 @@ class Ledger:
         self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books
+        self._indexed: dict[Peer, tuple[tuple[Booking, ...], set[Index]]] = {}  # what is in each book, beside that very book
         self.trains = trains
         self.needed = stages * microbatches * trains + heldout  # when the step is done
 
@@ -115,8 +116,14 @@ class Ledger:
         """What is booked, by stage. Of all books a leader asks for it once a beat and more, hence no loop over their entries."""
         seen: list[set[Index]] = [set() for _ in range(self.stages)]
         for member in members:
-            seen[member.stage].update(map(_INDEX, self.books.get(member.peer, ())))
+            seen[member.stage] |= self._in_book(member.peer)
         return seen
+
+    def _in_book(self, peer: Peer) -> set[Index]:
+        books, known = self.books.get(peer, ()), self._indexed.get(peer)
+        if known is None or known[0] is not books:
+            known = self._indexed[peer] = books, set(map(_INDEX, books))
+        return known[1]
 
     def faults(self, members: tuple[Member, ...]) -> list[str]:
         """Missing and doubly booked indices, in words."""
@@ -136,9 +143,10 @@ class Ledger:
         for index in range(self.microbatches + self.heldout):
             if index in everywhere:
                 continue
-            lacking = [stage for stage in self._stages(index) if index not in booked[stage]]
-            if lacking:
-                missing.append((index, lacking[-1]))
+            for stage in reversed(self._stages(index)):
+                if index not in booked[stage]:
+                    missing.append((index, stage))
+                    break
         return missing
 
     def open(self, members: tuple[Member, ...]) -> set[int]:
