@@ -245,7 +245,8 @@ class Routes:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
             for others in (replica.unserved, replica.withheld):
-                others[:] = [peer for peer in others if not peer or peer in stage_of]
+                if others:
+                    others[:] = [peer for peer in others if not peer or peer in stage_of]
         for member in members:
             if member.peer not in self._at:
                 self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
