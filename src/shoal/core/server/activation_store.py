@@ -183,8 +183,10 @@ class ActivationStore:
         """A hop that was taken needs these."""
         commands: list[Command] = []
         for key, sources in needed.items():
+            if key in self.held:
+                continue
             known = self.wants.get(key)
-            if key in self.held or (known is not None and known.sources == sources):
+            if known is not None and known.sources == sources:
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []
