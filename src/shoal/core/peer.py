@@ -94,6 +94,12 @@ class PeerMachine:
         )
         self.departure = Departure(settings)
         self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
+        self._owners: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
+            "inference": self.inference,
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.transfer,
+        }
         self._called = Called()
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -219,13 +225,14 @@ class PeerMachine:
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
             case Done():
-                if asker_of(event.id) != "inference":
+                owner = self._owners[asker_of(event.id)]
+                if owner is not self.inference:
                     self.judge.show_work(now)
-                return self._owner(event.id).on_done(event, now)
+                return owner.on_done(event, now)
             case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
                 return self._finish(False, event.reason)
             case Failed():
-                return self._owner(event.id).on_failed(event, now)
+                return self._owners[asker_of(event.id)].on_failed(event, now)
             case Unreachable():
                 self.leader_role.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
@@ -241,16 +248,6 @@ class PeerMachine:
             case Asked():
                 self.departure.leave(event.reason or "asked to", now)
         return []
-
-    def _owner(self, task: str) -> Server | Trainer | StateTransfer | InferenceServer:
-        """The part that gave that task."""
-        parts: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
-            "inference": self.inference,
-            "trainer": self.trainer,
-            "server": self.server,
-            "transfer": self.transfer,
-        }
-        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- messages
 
@@ -390,7 +387,7 @@ class PeerMachine:
             self.transfer.load_failed = None  # sent again after the next try
         if self.server.changed or _due(self.heartbeat.beat_at, now):
             commands += self._beat(now)
-        return commands + self.inference.go_on(now)
+        return commands + self.inference.go_on(now) if self.inference.asked else commands
 
     def _lead(self, now: float) -> list[Command]:
         view, leader_role = self.register.agreed, self.leader_role
