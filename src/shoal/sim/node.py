@@ -107,6 +107,10 @@ class Clock:
     def reads(self, now: float) -> float:
         return now * self.rate + self.offset_s
 
+    def when(self, time_s: float) -> float:
+        """At which kernel time it reads that."""
+        return (time_s - self.offset_s) / self.rate
+
     def jump(self, seconds: float) -> None:
         self.offset_s += seconds
 
@@ -179,8 +183,12 @@ class Node:
                 if value is BAD or overflown(value):
                     self.receive(m.Received(source, message, (), "blob 0: values are not finite"))
                     return
-            refs = tuple([m.BlobRef(self._keep(value), 100) for value in values])
-            self.receive(m.Received(source, message, refs))
+            refs: list[m.BlobRef] = []
+            for value in values:  # one, mostly
+                name = f"r/{next(self._blob_numbers)}"
+                self.runner.blobs[name] = value
+                refs.append(m.BlobRef(name, 100))
+            self.receive(m.Received(source, message, tuple(refs)))
         else:
             self.receive(m.Received(source, message))
 
@@ -259,7 +267,7 @@ class Node:
         if deadline is None:
             return
         clock, kernel = self._clock, self.context.kernel
-        at = (deadline - clock.offset_s) / clock.rate + 1e-9  # rounding must not make it a moment early
+        at = clock.when(deadline) + 1e-9  # rounding must not make it a moment early
         if at < kernel.now:
             at = kernel.now
         if clock.armed_s is None or at < clock.armed_s - 1e-9:
@@ -320,11 +328,6 @@ class Node:
             self._report("blobs", f"sends blob {name!r}, which is not held, with {message}")
             return BAD
         return value
-
-    def _keep(self, value: Blob) -> str:
-        name = f"r/{next(self._blob_numbers)}"
-        self.runner.blobs[name] = value
-        return name
 
     def _do(self, command: m.Do) -> None:
         task = command.task
