@@ -52,7 +52,8 @@ class Ledger:
         self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books
-        self._indexed: dict[Peer, tuple[tuple[Booking, ...], set[Index]]] = {}  # what is in each book, beside that very book
+        # What is in each book, beside that very book
+        self._indexed: dict[Peer, tuple[tuple[Booking, ...], set[Index]]] = {}
         self.trains = trains
         self.needed = stages * microbatches * trains + heldout  # when the step is done
 
@@ -135,6 +136,15 @@ class Ledger:
             if len(indices) < due:
                 faults.append(f"stage {stage} has {len(indices)} of {due} microbatches")
         return faults
+
+    def open_indices(self, members: tuple[Member, ...]) -> list[Index]:
+        """Microbatches that are not booked at every stage, the oldest first."""
+        booked, first = self._indices(members), self.microbatches
+        missing = set(range(first, first + self.heldout)) - booked[-1]
+        if self.trains:
+            everywhere = set.intersection(*booked)
+            missing |= set(range(first)) - everywhere
+        return sorted(missing)
 
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
         """Microbatches that are not booked at every stage, with the highest stage that lacks each: backward passes go down from it."""
