@@ -26,7 +26,7 @@ class Latency:
         self.value: float | None = None  # asked for more often than a sample is added
 
     def add(self, seconds: float) -> None:
-        self._sum += ALPHA * (max(seconds, LEAST_S) - self._sum)
+        self._sum += ALPHA * ((LEAST_S if seconds < LEAST_S else seconds) - self._sum)
         self._weight += ALPHA * (1.0 - self._weight)
         self.value = self._sum / self._weight
 

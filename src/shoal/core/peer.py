@@ -63,7 +63,7 @@ from shoal.core.messages import (
     asker_of,
 )
 from shoal.core.server.server import Server
-from shoal.core.timers import Called
+from shoal.core.timers import Called, soonest
 from shoal.core.trainer.trainer import Trainer
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 GAP_BEATS = 3  # without an event: this process did not run
 ALIVE_SILENCES = 2  # a peer that sent anything within that time may be alive
+NEVER = (None,) * 6  # of all that is waited for in few events
 
 
 class PeerMachine:
@@ -165,19 +166,22 @@ class PeerMachine:
         return called.deadline
 
     def _soonest(self) -> float | None:
-        """Asked in every event, hence of the parts what they keep, where they keep it, and in a loop of its own."""
-        transfer, inference, first = self.transfer, self.inference, None
+        """Asked in every event, hence of the parts what they keep, where they keep it."""
+        transfer, inference = self.transfer, self.inference
+        rare = (
+            transfer.downloader.retry_at,
+            transfer.copier.downloader.retry_at,
+            inference.deadline if inference.asked else None,
+            self.admission.find_at,
+            self.departure.linger_at,
+            self.relay.look_at,
+        )
+        first = None if rare == NEVER else soonest(*rare)
         for at in (
             self.register.deadline,
             self.server.deadline,
             self.trainer.timers.deadline,
-            transfer.downloader.retry_at,
-            transfer.copier.downloader.retry_at,
-            inference.deadline if inference.asked else None,
             self.heartbeat.beat_at,
-            self.admission.find_at,
-            self.departure.linger_at,
-            self.relay.look_at,
         ):
             if at is not None and (first is None or at < first):
                 first = at
