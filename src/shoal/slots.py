@@ -47,7 +47,9 @@ class Inflow:
 
     def through(self, sender: Hashable, seconds: float, now: float, rank: int = 0) -> float:
         """When a message of `seconds`, whose last byte arrives `now`, has been received."""
-        arrivals, start = self._arrivals.setdefault(sender, {}), now - seconds
+        arrivals, start = self._arrivals.get(sender), now - seconds
+        if arrivals is None:
+            arrivals = self._arrivals[sender] = {}
         for other, at in arrivals.items():
             if other >= rank and at > start:
                 start = at

@@ -16,22 +16,19 @@ SAMPLES = 15  # that the median is taken of
 
 
 class Latency:
-    """Bias-corrected exponential moving average, in seconds."""
+    """Bias-corrected exponential moving average, in seconds: `value`, None before the first sample."""
 
-    __slots__ = ("_sum", "_weight")
+    __slots__ = ("_sum", "_weight", "value")
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._weight = 0.0  # 1 - (1 - ALPHA)^n
+        self.value: float | None = None  # asked for more often than a sample is added
 
     def add(self, seconds: float) -> None:
-        self._sum += ALPHA * (max(seconds, LEAST_S) - self._sum)
+        self._sum += ALPHA * ((LEAST_S if seconds < LEAST_S else seconds) - self._sum)
         self._weight += ALPHA * (1.0 - self._weight)
-
-    @property
-    def value(self) -> float | None:
-        """None before the first sample."""
-        return self._sum / self._weight if self._weight else None
+        self.value = self._sum / self._weight
 
 
 class Usual:

@@ -1440,8 +1440,11 @@ class TaskBase(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     def _blobs(self, fields: tuple[str, ...]) -> tuple[str, ...]:
         """A field holds one name, '' for none, or several."""
-        values = [getattr(self, field) for field in fields]
-        return tuple(name for value in values for name in ((value,) if isinstance(value, str) else value) if name)
+        names: list[str] = []
+        for field in fields:
+            value = getattr(self, field)
+            names += (value,) if isinstance(value, str) else value
+        return tuple([name for name in names if name])
 
 
 def asker_of(id: str) -> Asker:

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 
 GAP_BEATS = 3  # without an event: this process did not run
 ALIVE_SILENCES = 2  # a peer that sent anything within that time may be alive
+NEVER = (None,) * 6  # of all that is waited for in few events
 
 
 class PeerMachine:
@@ -94,6 +95,12 @@ class PeerMachine:
         )
         self.departure = Departure(settings)
         self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
+        self._owners: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
+            "inference": self.inference,
+            "trainer": self.trainer,
+            "server": self.server,
+            "transfer": self.transfer,
+        }
         self._called = Called()
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -161,18 +168,24 @@ class PeerMachine:
     def _soonest(self) -> float | None:
         """Asked in every event, hence of the parts what they keep, where they keep it."""
         transfer, inference = self.transfer, self.inference
-        return soonest(
-            self.register.deadline,
-            self.server.deadline,
-            self.trainer.timers.deadline,
+        rare = (
             transfer.downloader.retry_at,
             transfer.copier.downloader.retry_at,
             inference.deadline if inference.asked else None,
-            self.heartbeat.beat_at,
             self.admission.find_at,
             self.departure.linger_at,
             self.relay.look_at,
         )
+        first = None if rare == NEVER else soonest(*rare)
+        for at in (
+            self.register.deadline,
+            self.server.deadline,
+            self.trainer.timers.deadline,
+            self.heartbeat.beat_at,
+        ):
+            if at is not None and (first is None or at < first):
+                first = at
+        return first
 
     # ---------------------------------------------------------------------------------------------------- events
 
@@ -216,13 +229,14 @@ class PeerMachine:
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
             case Done():
-                if asker_of(event.id) != "inference":
+                owner = self._owners[asker_of(event.id)]
+                if owner is not self.inference:
                     self.judge.show_work(now)
-                return self._owner(event.id).on_done(event, now)
+                return owner.on_done(event, now)
             case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
                 return self._finish(False, event.reason)
             case Failed():
-                return self._owner(event.id).on_failed(event, now)
+                return self._owners[asker_of(event.id)].on_failed(event, now)
             case Unreachable():
                 self.leader_role.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
@@ -238,16 +252,6 @@ class PeerMachine:
             case Asked():
                 self.departure.leave(event.reason or "asked to", now)
         return []
-
-    def _owner(self, task: str) -> Server | Trainer | StateTransfer | InferenceServer:
-        """The part that gave that task."""
-        parts: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
-            "inference": self.inference,
-            "trainer": self.trainer,
-            "server": self.server,
-            "transfer": self.transfer,
-        }
-        return parts[asker_of(task)]
 
     # -------------------------------------------------------------------------------------------------- messages
 
@@ -275,12 +279,12 @@ class PeerMachine:
 
     def _on_consensus(self, peer: Peer, message: Wire, now: float) -> list[Command]:
         """Only voters count. Any peer may send the proof of a newer view; a peer in no view that asks for a vote receives the newest."""
-        register, number = self.register, 0 if self.register.agreed is None else self.register.agreed.number
+        register, agreed = self.register, self.register.views.view
         proven = isinstance(message, Propose) and message.proof is not None
         commands: list[Command] = []
-        if isinstance(message, Lead) and message.number > number:
+        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
             commands.append(Send(peer, self.heartbeat.state()))  # the leader repairs peers that report an older view
-        if proven or register.agreed is None or register.entitled(peer):
+        if proven or agreed is None or register.views.entitled(peer):
             commands = register.on_message(peer, message, now) + commands
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self.judge.notes.note(message.stalled, now)
@@ -387,7 +391,7 @@ class PeerMachine:
             self.transfer.load_failed = None  # sent again after the next try
         if self.server.changed or _due(self.heartbeat.beat_at, now):
             commands += self._beat(now)
-        return commands + self.inference.go_on(now)
+        return commands + self.inference.go_on(now) if self.inference.asked else commands
 
     def _lead(self, now: float) -> list[Command]:
         view, leader_role = self.register.agreed, self.leader_role

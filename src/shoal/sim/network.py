@@ -49,20 +49,32 @@ class SimulatedUplink(msgspec.Struct):
         """When `seconds` of that rank will have left: after what waits and goes first, but for the turns that lower ranks have
         (transport/streams/send_queue.py)."""
         waiting = self.waiting_s
-        if max(waiting) > 0:
-            self._advance(now)
-        self.then_s = now
+        if now > self.then_s:
+            if max(waiting) > 0:
+                self._advance(now)
+            self.then_s = now
         waiting[rank] += seconds
         taken = waiting[rank]
         taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
-        taken += sum(min(waiting[lower], taken / PASSED[lower]) for lower in range(rank + 1, RANKS))
-        self.free_s[rank] = left = max(self.free_s[rank], now + taken)
+        lower_s = 0.0
+        for lower in range(rank + 1, RANKS):
+            if waits_s := waiting[lower]:
+                turns_s = taken / PASSED[lower]
+                lower_s += waits_s if waits_s < turns_s else turns_s
+        left = now + (taken + lower_s)
+        if left < self.free_s[rank]:
+            return self.free_s[rank]
+        self.free_s[rank] = left
         return left
 
     def _advance(self, now: float) -> None:
         """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
         waiting, left = self.waiting_s, now - self.then_s
-        while left > 0 and (ranks := [rank for rank in range(RANKS) if waiting[rank] > 0]):
+        while left > 0 and (ranks := [rank for rank, waits_s in enumerate(waiting) if waits_s]):
+            if len(ranks) == 1:  # as mostly: it has the whole line
+                rest = waiting[ranks[0]] - left
+                waiting[ranks[0]] = rest if rest > 1e-9 else 0.0
+                return
             shares = [1.0, *(1 / PASSED[rank] for rank in ranks[1:])]
             whole = sum(shares)
             step = min(left, *(waiting[rank] * whole / share for rank, share in zip(ranks, shares, strict=True)))

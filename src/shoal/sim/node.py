@@ -179,9 +179,16 @@ class Node:
                 return
             message = checked
         if values:
-            bad = any(value is BAD or overflown(value) for value in values)
-            refs = () if bad else tuple([m.BlobRef(self._keep(value), 100) for value in values])
-            self.receive(m.Received(source, message, refs, "blob 0: values are not finite" if bad else ""))
+            for value in values:
+                if value is BAD or overflown(value):
+                    self.receive(m.Received(source, message, (), "blob 0: values are not finite"))
+                    return
+            refs: list[m.BlobRef] = []
+            for value in values:  # one, mostly
+                name = f"r/{next(self._blob_numbers)}"
+                self.runner.blobs[name] = value
+                refs.append(m.BlobRef(name, 100))
+            self.receive(m.Received(source, message, tuple(refs)))
         else:
             self.receive(m.Received(source, message))
 
@@ -231,16 +238,19 @@ class Node:
         context.history.add(now, self.process.serial, len(commands))
         if context.record is not None:
             context.record(self._clock.reads(now), self.name, event, commands)
-        if machine.view is not self.view:
-            self.view = machine.view
-            if self.view is not None and self.mask is None:
-                host.agreed(self, self.view)
-        cut = host.trapped(self, commands)
-        for command in commands if cut is None else commands[:cut]:
-            _CARRY_OUT[type(command)](self, command)
-        if cut is not None:
-            host.kill(self)
-        elif self.finish is not None:
+        view = machine.roster.view
+        if view is not self.view:
+            self.view = view
+            if view is not None and self.mask is None:
+                host.agreed(self, view)
+        if commands:  # as after every second event
+            cut = host.trapped(self, commands)
+            for command in commands if cut is None else commands[:cut]:
+                _CARRY_OUT[type(command)](self, command)
+            if cut is not None:
+                host.kill(self)
+                return
+        if self.finish is not None:
             host.ended(self)
         elif self.lives:
             self._arm()
@@ -318,11 +328,6 @@ class Node:
             self._report("blobs", f"sends blob {name!r}, which is not held, with {message}")
             return BAD
         return value
-
-    def _keep(self, value: Blob) -> str:
-        name = f"r/{next(self._blob_numbers)}"
-        self.runner.blobs[name] = value
-        return name
 
     def _do(self, command: m.Do) -> None:
         task = command.task

@@ -402,11 +402,12 @@ class Rounds:
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""
         commands: list[Command] = []
-        role, round_ = current.piece.role, current.message
-        for number, peers in role.adds.items():
-            held = current.piece.parts.get(number, {})
-            if len(held) == len(peers) and number not in current.piece.adding.values():
-                commands += self._add(current, number, tuple(held[peer] for peer in peers))
+        role, round_, adding = current.piece.role, current.message, current.piece.adding
+        if len(adding) < len(role.adds):
+            for number, peers in role.adds.items():
+                held = current.piece.parts.get(number, {})
+                if len(held) == len(peers) and number not in adding.values():
+                    commands += self._add(current, number, tuple(held[peer] for peer in peers))
         if len(current.piece.sums) == len(role.receives) and not current.piece.gathering:
             current.piece.gathering = True
             sums = tuple(current.piece.sums[number] for number in role.receives)

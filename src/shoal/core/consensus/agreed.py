@@ -20,7 +20,8 @@ class AgreedViews:
 
     def __init__(self, name: Peer) -> None:
         self.accepted: Entry | None = None  # newest proposal accepted, agreed or not
-        self.entry: Entry | None = None  # newest agreed
+        self.entry: Entry | None = None  # newest agreed, and its view
+        self.view: View | None = None
         self.proof: Proof | None = None  # of `entry`; none: the operator's override
         self.fresh: list[View] = []
         self._name = name
@@ -28,11 +29,6 @@ class AgreedViews:
         self._commits: list[Propose] = []  # newest agreed views that began a step
 
     # ------------------------------------------------------------------------------------------------- questions
-
-    @property
-    def view(self) -> View | None:
-        """The newest agreed view."""
-        return self.entry.view if self.entry is not None else None
 
     @property
     def proposing(self) -> bool:
@@ -92,7 +88,7 @@ class AgreedViews:
         if self.entry is None or entry.view.number > self.entry.view.number:
             self.fresh.append(entry.view)
             self._keep(entry, proof)
-        self.entry, self.proof = entry, proof
+        self.entry, self.view, self.proof = entry, entry.view, proof
 
     def add_signature(self, by: Signed) -> None:
         """A late acceptance of the newest agreed entry completes its proof."""

@@ -62,9 +62,14 @@ def proves(entry: Entry, proof: Proof) -> bool:
     return quorum(entry.before, names, founder) and quorum(entry.view.voters, names, founder)
 
 
+def _bare(message: Message) -> bool:
+    """A leader's heartbeat without signatures, as most are."""
+    return type(message) is Lead and message.proof is None and not message.votes
+
+
 def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
     """The message with my signatures where it has none yet, before it is sent to that peer."""
-    if type(message) not in SIGNED:
+    if type(message) not in SIGNED or _bare(message):
         return message
 
     def mine(signed: tuple[Signed, ...], data: Callable[[], bytes]) -> tuple[Signed, ...]:
@@ -83,8 +88,6 @@ def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
             return msgspec.structs.replace(message, by=sign(voted(message.term, to)))
         case Lead():
             proof = message.proof
-            if proof is None and not message.votes:
-                return message
             if proof is not None:
                 proof = own(proof, message.decided_term, message.number, lambda: message.digest)
             votes = mine(message.votes, lambda: voted(message.term, me))
@@ -98,7 +101,7 @@ def seal(me: Peer, to: Peer, message: Message, sign: Sign) -> Message:
 
 def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message | None:
     """The message with those signatures that hold; None if it is worth nothing without."""
-    if type(message) not in SIGNED:
+    if type(message) not in SIGNED or _bare(message):
         return message
 
     def held(signed: tuple[Signed, ...], data: bytes) -> tuple[Signed, ...]:
@@ -111,7 +114,7 @@ def checked(me: Peer, source: Peer, message: Message, holds: Holds) -> Message |
             return message if by.peer == source and holds(by, data) else None
         case Vote(by=Signed() as by):
             return message if by.peer == source and holds(by, voted(message.term, me)) else None
-        case Lead() if message.proof is not None or message.votes:
+        case Lead():
             proof = message.proof
             if proof is not None:
                 data = accepted(message.decided_term, message.number, message.digest, proof.leader)

@@ -65,6 +65,8 @@ class Replication:
             return []
         if term == self._election.term:
             self._followers.add(peer)
+        if number >= view.number:
+            return []
         joins = any(one.peer == peer for one in view.joining)
         return [Send(peer, one) for one in self._views.certified(number, commits=joins)]
 

@@ -269,15 +269,16 @@ class Facts:
         if present:
             self.received_at[peer] = now
             self.doubted.pop(peer, None)
-        if not isinstance(message, Heartbeat):
-            self.changed = True
+        if isinstance(message, Heartbeat):  # as most are
+            if present:
+                self._on_heartbeat(peer, message, now)
+            return []
+        self.changed = True
         match message:
             case Join():
                 return self._on_join(peer, message)
             case _ if not present:
                 pass
-            case Heartbeat():
-                self._on_heartbeat(peer, message, now)
             case Leave() if peer not in self.requests.leaves:
                 self._on_leave(peer, message, now)
             case Complaint():
@@ -334,7 +335,7 @@ class Facts:
             return
         for step, books in ((heartbeat.work, heartbeat.books), (heartbeat.work - 1, heartbeat.closed)):
             if books and view.step <= step <= view.step + view.begun:
-                ledger = self.ledgers.setdefault(step, self.ledger(step))
+                ledger = self.ledgers.get(step) or self.ledgers.setdefault(step, self.ledger(step))
                 wrong = ledger.report(peer, books, heartbeat.stage)
                 if wrong:
                     self.convict((peer, wrong))

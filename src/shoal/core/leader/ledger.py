@@ -52,6 +52,8 @@ class Ledger:
         self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books
+        # What is in each book, beside that very book
+        self._indexed: dict[Peer, tuple[tuple[Booking, ...], set[Index]]] = {}
         self.trains = trains
         self.needed = stages * microbatches * trains + heldout  # when the step is done
 
@@ -80,13 +82,13 @@ class Ledger:
             return ""
         if books[: len(held)] != held:
             return "has changed what it booked"
-        indices = {booking.index for booking in books}
+        indices = set(map(_INDEX, books))
         if len(indices) < len(books):
             return "has booked a microbatch twice"
         count = self._count(stage)
         if max(indices) >= count:
             return f"has booked microbatch {max(indices)} of {count}"
-        for booking in books:
+        for booking in books[len(held) :]:
             most = self.tokens if booking.index < self.microbatches else self.heldout_tokens
             if booking.counted > most:
                 return f"has counted {booking.counted} tokens in a microbatch of {most}"
@@ -115,8 +117,14 @@ class Ledger:
         """What is booked, by stage. Of all books a leader asks for it once a beat and more, hence no loop over their entries."""
         seen: list[set[Index]] = [set() for _ in range(self.stages)]
         for member in members:
-            seen[member.stage].update(map(_INDEX, self.books.get(member.peer, ())))
+            seen[member.stage] |= self._in_book(member.peer)
         return seen
+
+    def _in_book(self, peer: Peer) -> set[Index]:
+        books, known = self.books.get(peer, ()), self._indexed.get(peer)
+        if known is None or known[0] is not books:
+            known = self._indexed[peer] = books, set(map(_INDEX, books))
+        return known[1]
 
     def faults(self, members: tuple[Member, ...]) -> list[str]:
         """Missing and doubly booked indices, in words."""
@@ -129,6 +137,15 @@ class Ledger:
                 faults.append(f"stage {stage} has {len(indices)} of {due} microbatches")
         return faults
 
+    def open_indices(self, members: tuple[Member, ...]) -> list[Index]:
+        """Microbatches that are not booked at every stage, the oldest first."""
+        booked, first = self._indices(members), self.microbatches
+        missing = set(range(first, first + self.heldout)) - booked[-1]
+        if self.trains:
+            everywhere = set.intersection(*booked)
+            missing |= set(range(first)) - everywhere
+        return sorted(missing)
+
     def open_at(self, members: tuple[Member, ...]) -> list[tuple[Index, Stage]]:
         """Microbatches that are not booked at every stage, with the highest stage that lacks each: backward passes go down from it."""
         booked, missing = self._indices(members), []
@@ -136,9 +153,10 @@ class Ledger:
         for index in range(self.microbatches + self.heldout):
             if index in everywhere:
                 continue
-            lacking = [stage for stage in self._stages(index) if index not in booked[stage]]
-            if lacking:
-                missing.append((index, lacking[-1]))
+            for stage in reversed(self._stages(index)):
+                if index not in booked[stage]:
+                    missing.append((index, stage))
+                    break
         return missing
 
     def open(self, members: tuple[Member, ...]) -> set[int]:

@@ -259,6 +259,8 @@ class LeaderJudge:
 
     def tick(self, now: float) -> list[Command]:
         """Notes, and words to the others. Time passes slowly for this: twice in a heartbeat is enough."""
+        if now < self.look_at and self.objects is None:
+            return []
         view, leader = self._register.agreed, self._register.leader
         commands = self._tell(view, now)
         if now < self.look_at:

@@ -21,7 +21,7 @@ class LeaderRole:
     @property
     def current(self) -> bool:
         """`leadership` has begun the term of the register."""
-        return self.term == self._register.term
+        return self.term == self._register.election.term  # asked with every message to a leader
 
     def waits(self, now: float) -> bool:
         """This peer leads, as it did before, and nothing has come up that it could decide."""

@@ -105,7 +105,11 @@ class ActivationStore:
 
     @property
     def deadline(self) -> float | None:
-        return min([want.due for want in self.wants.values()]) if self.wants else None
+        first = None  # a want or two: a loop is quicker than min()
+        for want in self.wants.values():
+            if first is None or want.due < first:
+                first = want.due
+        return first
 
     # ---------------------------------------------------------------------------------------------------- what is kept
 
@@ -179,8 +183,10 @@ class ActivationStore:
         """A hop that was taken needs these."""
         commands: list[Command] = []
         for key, sources in needed.items():
+            if key in self.held:
+                continue
             known = self.wants.get(key)
-            if key in self.held or (known is not None and known.sources == sources):
+            if known is not None and known.sources == sources:
                 continue
             others = [peer for peer in sources if peer != self._name] * PULLS
             mine = [self._name] if self._name in sources and key not in self._no_room else []

@@ -103,9 +103,7 @@ class Hops:
 
     @property
     def deadline(self) -> float | None:
-        if not self.store.wants and not self.audits.jobs:
-            return None
-        return soonest(self.store.deadline, self.audits.deadline)
+        return soonest(self.store.deadline, self.audits.deadline if self.audits.jobs else None)
 
     @property
     def queue_s(self) -> float:

@@ -164,11 +164,12 @@ class Server:
 
     @property
     def deadline(self) -> float | None:
-        first, rounds = self._hops.deadline, self._rounds  # asked after every event of every peer
+        hops, rounds, catch_up = self._hops, self._rounds, self._catch_up  # asked after every event of every peer
+        first = hops.deadline if hops.store.wants or hops.audits.jobs else None
         if rounds.current is not None:
             first = soonest(first, rounds.deadline)
-        if self._catch_up.commits or self._retell_at is not None:
-            first = soonest(first, self._catch_up.deadline, self._retell_at)
+        if catch_up.commits or self._retell_at is not None:
+            first = soonest(first, catch_up.deadline, self._retell_at)
         return first
 
     @property

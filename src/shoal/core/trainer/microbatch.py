@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import msgspec
 
@@ -173,12 +174,12 @@ class Microbatch(msgspec.Struct, eq=False):
         else:
             form = Cancel if self.hop.kind is Kind.BACKWARD else Recall
         self.hop.last = self.attempt
-        message = form(view.epoch, view.work, self.index, self.hop.stage, self.attempt, view.number)
-        return msgspec.structs.replace(message, **self._route(self.hop)) if form in (Forward, Backward) else message
+        route = self._route(self.hop) if form is Forward or form is Backward else {}
+        return form(view.epoch, view.work, self.index, self.hop.stage, self.attempt, view.number, **route)
 
-    def _route(self, hop: Hop) -> dict[str, Peer | Where]:
+    def _route(self, hop: Hop) -> dict[str, Any]:
         """Who holds what that hop needs, and who gets what it makes."""
-        route: dict[str, Peer | Where] = {"to": hop.to}
+        route: dict[str, Any] = {"to": hop.to}
         if hop.stage > 0:
             route["input_from"] = _first(hop.peer, self.x[hop.stage])
         if hop.kind is Kind.BACKWARD and hop.stage < len(self.g) - 1:

@@ -245,7 +245,8 @@ class Routes:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault
             for others in (replica.unserved, replica.withheld):
-                others[:] = [peer for peer in others if not peer or peer in stage_of]
+                if others:
+                    others[:] = [peer for peer in others if not peer or peer in stage_of]
         for member in members:
             if member.peer not in self._at:
                 self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
@@ -321,9 +322,9 @@ class Routes:
 
     def claim(self, peer: Peer, stage: Stage, now: float, size: float) -> bool:
         """Charge `peer`, which holds the input, for a hop of that size. False if it does not serve the stage or is not ready."""
-        if peer not in self._at or self._at[peer][0] != stage:
+        at, replica = self._at.get(peer, (None, None))
+        if replica is None or at != stage:
             return False
-        replica = self._at[peer][1]
         if replica.busy_until > now or replica.banned_until > now or replica.level or replica.late is not None:
             return False
         replica.virtual += size * self._wirings[stage].estimate(replica)
@@ -424,8 +425,8 @@ class Routes:
         self._wirings[stage].place(replica, now)
 
     def asked(self, peer: Peer, now: float) -> None:
-        if peer in self._at and self._at[peer][1].asked_at is None:
-            self._at[peer][1].asked_at = now
+        if (at := self._at.get(peer)) is not None and at[1].asked_at is None:
+            at[1].asked_at = now
 
     def missed(self, peer: Peer, now: float) -> float:
         """A request to it timed out. Seconds for which it has sent nothing, if too many, counted anew from now; else 0.0."""
@@ -487,8 +488,8 @@ class Routes:
                 self._at[peer][1].withheld.clear()
 
     def received(self, peer: Peer) -> None:
-        if peer in self._at:
-            self._at[peer][1].asked_at, self._at[peer][1].misses = None, 0
+        if (at := self._at.get(peer)) is not None:
+            at[1].asked_at, at[1].misses = None, 0
 
     def _ban_s(self, replica: Replica) -> float:
         return float(self._settings.ban_s * 2 ** (replica.level - 1))

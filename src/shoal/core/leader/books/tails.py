@@ -83,5 +83,5 @@ class Tails:
 
 def _owners(view: View, ledger: Ledger) -> tuple[Peer, ...]:
     """Of what is open."""
-    owners = dict.fromkeys(owner_of(view, index) for index, _ in ledger.open_at(view.members))
+    owners = dict.fromkeys(owner_of(view, index) for index in ledger.open_indices(view.members))
     return tuple(peer for peer in owners if peer is not None)
