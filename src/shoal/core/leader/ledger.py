@@ -52,8 +52,7 @@ class Ledger:
         self.heldout, self.heldout_tokens = heldout, heldout_tokens
         self.books: dict[Peer, tuple[Booking, ...]] = {}
         self.booked = 0  # entries in all books
-        # What is in each book, beside that very book
-        self._indexed: dict[Peer, tuple[tuple[Booking, ...], set[Index]]] = {}
+        self._indexed: dict[Peer, set[Index]] = {}  # what is in each book
         self.trains = trains
         self.needed = stages * microbatches * trains + heldout  # when the step is done
 
@@ -97,13 +96,14 @@ class Ledger:
         losses = [booking.loss for booking in books if booking.loss is not None]
         if losses and not (min(losses) >= 0.0 and max(losses) <= MOST_LOSS):
             return f"reports losses from {min(losses):g} to {max(losses):g}"
-        self.books[peer] = books
+        self.books[peer], self._indexed[peer] = books, indices
         self.booked += len(books) - len(held)
         return ""
 
     def forget(self, peer: Peer) -> int:
         """Void that peer's books: it left the view. Returns how many bookings must be computed again."""
         lost = len(self.books.pop(peer, ()))
+        self._indexed.pop(peer, None)
         self.booked -= lost
         return lost
 
@@ -117,14 +117,8 @@ class Ledger:
         """What is booked, by stage. Of all books a leader asks for it once a beat and more, hence no loop over their entries."""
         seen: list[set[Index]] = [set() for _ in range(self.stages)]
         for member in members:
-            seen[member.stage] |= self._in_book(member.peer)
+            seen[member.stage] |= self._indexed.get(member.peer, set())
         return seen
-
-    def _in_book(self, peer: Peer) -> set[Index]:
-        books, known = self.books.get(peer, ()), self._indexed.get(peer)
-        if known is None or known[0] is not books:
-            known = self._indexed[peer] = books, set(map(_INDEX, books))
-        return known[1]
 
     def faults(self, members: tuple[Member, ...]) -> list[str]:
         """Missing and doubly booked indices, in words."""
