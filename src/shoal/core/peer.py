@@ -25,7 +25,6 @@ from shoal.core.member.roster import Roster
 from shoal.core.member.updates import OverrideRelay, ViewRepair
 from shoal.core.messages import (
     Asked,
-    Asker,
     Barred,
     BlobRef,
     BookerRequest,
@@ -95,12 +94,6 @@ class PeerMachine:
         )
         self.departure = Departure(settings)
         self.judge = LeaderJudge(name, settings, self.register, self.server, self.departure)
-        self._owners: dict[Asker, Server | Trainer | StateTransfer | InferenceServer] = {
-            "inference": self.inference,
-            "trainer": self.trainer,
-            "server": self.server,
-            "transfer": self.transfer,
-        }
         self._called = Called()
 
     # ------------------------------------------------------------------------------------------------- questions
@@ -229,14 +222,14 @@ class PeerMachine:
     def _dispatch(self, event: Event, now: float) -> list[Command]:
         match event:
             case Done():
-                owner = self._owners[asker_of(event.id)]
+                owner = self._owner(event.id)
                 if owner is not self.inference:
                     self.judge.show_work(now)
                 return owner.on_done(event, now)
             case Failed(lost=True):  # what this peer holds of the step is void: others recompute it
                 return self._finish(False, event.reason)
             case Failed():
-                return self._owners[asker_of(event.id)].on_failed(event, now)
+                return self._owner(event.id).on_failed(event, now)
             case Unreachable():
                 self.leader_role.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
@@ -252,6 +245,11 @@ class PeerMachine:
             case Asked():
                 self.departure.leave(event.reason or "asked to", now)
         return []
+
+    def _owner(self, task: str) -> Server | Trainer | StateTransfer | InferenceServer:
+        """The part that gave that task: of the same name."""
+        owner: Server | Trainer | StateTransfer | InferenceServer = getattr(self, asker_of(task))
+        return owner
 
     # -------------------------------------------------------------------------------------------------- messages
 
