@@ -2,9 +2,9 @@
 
     python benchmarks/wan_surrogate.py [--lines 50,regions] [--seeds 2] [--steps 3] [--inflight 0] [--parts]
 
-For each line and seed: microbatches per second over the plain socket's bound with our windows, with BBR alone, and over a perfect
-transport's lines (`fluid`); how long tensors are on their way; segments sent again. `--parts`: also where each uplink spends a step, as
-in wan/account.py. Value: the smallest ratio of our windows to `fluid`.
+For each line and seed: microbatches per second over the plain socket's bound with receivers' shares and our windows, with the windows
+alone, with BBR alone (`unlimited`), and over a perfect transport's lines (`fluid`); how long tensors are on their way; segments sent again.
+`--parts`: also where each uplink spends a step, as in wan/account.py. Value: the smallest ratio of `shares` to `fluid`.
 
 The play is the planner's, so routes, replicas and the number in flight are core's. Between two steps there are AGREEING_S without bulk.
 Compare variants here and believe them on real lines only: what is lost costs a round trip here, and seconds there.
@@ -29,7 +29,7 @@ from shoal import units
 from shoal.planner.inputs.cluster import Cluster, Device, from_matrices
 from shoal.planner.prediction.play import GRADIENT, Play
 from shoal.planner.prediction.seats import Seats
-from shoal.transport.streams.congestion import PathWindow, UplinkWindow
+from shoal.transport.congestion.windows import PathWindow, UplinkWindow
 from wan.lab import Topology
 from wan.surrogate import Act, At, Carrier, Fluid, Network
 from wan_hops import delays_s, topology_of
@@ -41,7 +41,7 @@ FORWARD_S, BACKWARD_S, TENSOR_BYTES, BATCH = 0.2, 0.4, 2_000_000, 96  # of wan_h
 PLAIN_BYTES = 32_000_000  # that a plain socket is measured with
 AGREEING_S = {"regions": 0.9}  # averaging and agreeing, by the planner; elsewhere:
 AGREEING_ELSEWHERE_S = 0.4
-TRANSPORTS = ("windows", "unlimited", "fluid")
+TRANSPORTS = ("shares", "windows", "unlimited", "fluid")
 START_S = 1.0  # of the first step: 0 says that nothing was measured yet
 MOST_BYTES = 1 << 20  # that may be written at once without our windows
 LOOK_S = 0.05  # between two samples of the lines
@@ -145,7 +145,7 @@ def measure(name: str, transport: str, seed: int, steps: int, inflight: int) -> 
     def carrier(at: At) -> Carrier:
         if transport == "fluid":
             return Fluid(at, delay_s, rates_Bps, rng)
-        return Network(at, delay_s, rates_Bps, buffer_s, rng)
+        return Network(at, delay_s, rates_Bps, buffer_s, rng, sharing=transport == "shares")
 
     plain = plain_Bps(topology)
     with contextlib.ExitStack() as stack:
@@ -200,7 +200,7 @@ def main() -> None:
                 for host, each in row.get("parts", {}).items() if asked.parts else ():
                     print(f"  {host}", *(f"{key} {value:g}" for key, value in each.items()), file=sys.stderr)
     means = {key: statistics.mean(row["ratio"] for row in each) for key, each in rows.items()}
-    worst = min(means[f"{name} windows"] / means[f"{name} fluid"] for name in asked.lines.split(","))
+    worst = min(means[f"{name} shares"] / means[f"{name} fluid"] for name in asked.lines.split(","))
     setting = {"inflight": asked.inflight, "seeds": asked.seeds, "lines": rows}
     report("hops in the surrogate", worst, "of a perfect transport", at_least(WANTED), setting, asked.record)
 

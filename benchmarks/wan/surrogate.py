@@ -5,7 +5,8 @@ The planner's play (planner/prediction/play.py) says what is sent where and when
     Line        rate and buffer, first come first served; what would wait longer than the buffer is dropped
     Network     pieces of 16 KB pass the sender's uplink, the way and the receiver's downlink; their acknowledgements the receiver's uplink,
                 the way and the sender's downlink; control messages wait among both
-    Flow        a connection: BBR as in Linux, and the answers of TCP_INFO, for the Uplink of channel.py, which runs unchanged on it
+    Flow        a connection: BBR as in Linux, and the answers of TCP_INFO, for the Uplink of uplink.py, which runs unchanged on it,
+                like each receiver's Shares
     Fluid       instead of all that: lines that all pairs share max-min fairly and at once, without queues: a perfect transport
 
 Not modelled: processors (a host sends at once), TLS, delayed and lost acknowledgements, timeouts of TCP and of requests, joining.
@@ -14,6 +15,7 @@ A loss costs a round trip and no more, so what loses much looks better here than
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -23,9 +25,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.transport.streams import channel
-from shoal.transport.streams.channel import TCP_INFO, WRITE_BYTES, Uplink
+from shoal.transport.congestion.shares import Report, Shares
+from shoal.transport.streams import uplink
+from shoal.transport.streams.channel import WRITE_BYTES
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
+from shoal.transport.streams.uplink import (
+    BBR_INFO,
+    CRUISING,
+    NO_LIMIT,
+    SO_MAX_PACING_RATE,
+    TCP_CC_INFO,
+    TCP_INFO,
+    Uplink,
+)
 from shoal.transport.wire import FRAGMENT_BYTES
 
 PIECE_BYTES = 16 << 10
@@ -87,8 +99,8 @@ class Piece:
 class Bbr:
     """Its first version: a pace and a window from the highest rate of ten rounds and the shortest round trip of ten seconds."""
 
-    def __init__(self, base_s: float, cwnd: float) -> None:
-        self.cwnd, self.base_s, self.base_at = cwnd, base_s, 0.0
+    def __init__(self, base_s: float, cwnd: float, now: float = 0.0) -> None:
+        self.cwnd, self.base_s, self.base_at = cwnd, base_s, now
         self.rates: deque[tuple[int, float]] = deque()
         self.rounds, self.next_round = 0, 0
         self.mode, self.full_Bps, self.full_rounds, self.full = "startup", 0.0, 0, False
@@ -96,6 +108,7 @@ class Bbr:
         self.cycle, self.cycle_at = 0, 0.0
         self.probe_until, self.before = 0.0, cwnd
         self.first_Bps = HIGH_GAIN * cwnd / max(base_s, 1e-3)
+        self.most_Bps = math.inf  # SO_MAX_PACING_RATE
 
     @property
     def rate_Bps(self) -> float:
@@ -104,9 +117,9 @@ class Bbr:
     @property
     def pacing_Bps(self) -> float:
         if not self.rates:
-            return self.first_Bps
+            return min(self.first_Bps, self.most_Bps)
         pace = 0.99 * self.pacing_gain * self.rate_Bps
-        return max(pace, self.first_Bps) if not self.full else pace
+        return min(max(pace, self.first_Bps) if not self.full else pace, self.most_Bps)
 
     def acked(self, flow: Flow, piece: Piece, rate_Bps: float, trip_s: float, now: float) -> None:
         if began := piece.delivered >= self.next_round:
@@ -189,6 +202,7 @@ class Flow:
         self.pace_at = 0.0
         self.paced = self.idle_restart = False
         self.ends: deque[tuple[int, Act]] = deque()  # of messages
+        self.heads: deque[tuple[int, Report | None]] = deque()  # where a fragment begins, and where it ends
         self.holes: set[int] = set()
         self.reached = 0
         self.connection: Any = Connection(self, lambda error: None)  # type: ignore[arg-type]
@@ -219,7 +233,10 @@ class Flow:
             if not frame[0]:
                 self.queue[rank].popleft()
             self.connection.rank = rank
+            left_bytes = sum(each[0] for frames in self.queue for each in frames)
+            self.heads.append((self.written, uplink.report(self.connection, left_bytes)))
             yield from uplink.write(self.connection, ZEROS[:nbytes])
+            self.heads.append((self.written, None))
             if not frame[0]:
                 self.ends.append((self.written, frame[1]))
             yield WaitFor.AGAIN
@@ -260,6 +277,9 @@ class Flow:
     def getsockopt(self, level: int, name: int, nbytes: int) -> bytes:
         if name == socket.TCP_CONGESTION:
             return b"bbr"
+        if name == TCP_CC_INFO:
+            gain = CRUISING if self.bbr.mode == "cruise" else 0
+            return BBR_INFO.pack(int(self.bbr.rate_Bps), 0, gain)
         now = self.network.now
         unacked, silent_ms = -(-self.inflight // SEGMENT_BYTES), int(1e3 * (now - self.acked_at))
         trip_us, base_us = int(1e6 * self.trip_s), int(1e6 * self.min_s)
@@ -280,7 +300,11 @@ class Flow:
         if name == socket.TCP_NOTSENT_LOWAT:
             self.lowat = value
         elif name == socket.TCP_CONGESTION and value == b"bbr":
-            self.bbr = Bbr(self.min_s, self.bbr.cwnd)
+            most_Bps = self.bbr.most_Bps
+            self.bbr = Bbr(self.min_s, self.bbr.cwnd, self.network.now)
+            self.bbr.most_Bps = most_Bps
+        elif name == SO_MAX_PACING_RATE:
+            self.bbr.most_Bps = math.inf if value == NO_LIMIT else value
 
     # ----------------------------------------------------------------------------------------- the system
     def transmit(self, now: float) -> None:
@@ -340,8 +364,27 @@ class Flow:
         self.holes.discard(piece.start)
         self.reached = max(self.reached, piece.start + piece.nbytes)
         whole = min(self.holes, default=self.reached)
+        self._tell(piece.nbytes, whole, now)
         while self.ends and self.ends[0][0] <= whole:
             self.ends.popleft()[1](now)
+
+    def _tell(self, nbytes: int, whole: int, now: float) -> None:
+        shares = self.network.shares.get(self.target)
+        if shares is None:
+            return
+        shares.arrived(str(self.source), nbytes, now)
+        while self.heads and self.heads[0][0] <= whole - (self.heads[0][1] is not None):
+            report = self.heads.popleft()[1]
+            if report is None:
+                shares.ended(str(self.source))
+            else:
+                shares.heard(str(self.source), report, now)
+        for share in shares.told(now):
+            flow = self.network.flows[int(share.peer), self.target]
+            self.network.control(self.target, flow.source, now, partial(flow.told, share.rate_Bps))
+
+    def told(self, rate_Bps: float, now: float) -> None:
+        self.network.uplinks[self.source].take_share(self.connection, rate_Bps)
 
     @property
     def waits(self) -> bool:
@@ -358,15 +401,18 @@ class Network:
         rates_Bps: tuple[float, float],
         buffer_s: float,
         rng: np.random.Generator,
+        *,
+        sharing: bool = True,
     ) -> None:
         self.at_time, self.delay_s, self.now = at, delay_s, 0.0
         self.rng = rng
         hosts = range(len(delay_s))
         self.up = [Line(rates_Bps[0], buffer_s) for _ in hosts]
         self.down = [Line(rates_Bps[1], buffer_s) for _ in hosts]
-        self.uplinks = [Uplink() for _ in hosts]
+        self.shares = {host: Shares() for host in hosts if sharing}
+        self.uplinks = [Uplink(self.shares[host].queue_s) if sharing else Uplink() for host in hosts]
         self.flows: dict[tuple[int, int], Flow] = {}
-        channel.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
+        uplink.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
 
     def at(self, when: float, act: Act) -> None:
         def acts(now: float) -> None:

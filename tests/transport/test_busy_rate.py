@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.transport.streams.busy_rate import KEEP_S, KNOWN, SAMPLE_S, BusyRate
+from shoal.transport.congestion.busy_rate import KEEP_S, KNOWN, SAMPLE_S, BusyRate
 
 LINE_Bps = 2.5e6
 PIECE = 256 << 10

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from shoal.transport.streams.congestion import (
+from shoal.transport.congestion.windows import (
     ACK_BYTES,
     ALLOWED_PART,
     ALLOWED_S,

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from shoal.transport.streams.channel import UNSENT_BYTES, UNSENT_MOST_BYTES, UNSENT_S, Sent, Uplink, _info, _take_ahead
-from shoal.transport.streams.congestion import PathWindow
+from shoal.transport.congestion.windows import PathWindow
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
+from shoal.transport.streams.uplink import UNSENT_BYTES, UNSENT_MOST_BYTES, UNSENT_S, Sent, Uplink, _info, _take_ahead
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ import pytest
 from shoal.core.messages import BoundaryTensor, Cancelled
 from shoal.transport import daemon as daemons
 from shoal.transport.base import Blob, Incoming, Lost
+from shoal.transport.congestion.windows import ACK_BYTES, FLOOR_BYTES
 from shoal.transport.daemon import Daemon, parsed_address, public_key, written
 from shoal.transport.identity.identity import Identity, key_id
 from shoal.transport.identity.invite import Authority, read_invite
 from shoal.transport.libp2p import DaemonStream, Libp2pTransport
-from shoal.transport.streams.congestion import ACK_BYTES, FLOOR_BYTES
 from shoal.transport.streams.engine import Connection, Engine, WaitFor
 
 INVITE = read_invite(Authority.new().invite((), time.time() + 3600), time.time())

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from shoal.transport.streams.congestion import (
+from shoal.transport.congestion.windows import (
     LEAST_BYTES,
     LEAST_WINDOW_BYTES,
     PATH_ALLOWED_S,

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from shoal.transport.streams import channel
-from shoal.transport.streams.congestion import RESTART_MOST_S, PathSample, Restarts
+from shoal.transport.congestion.windows import RESTART_MOST_S, PathSample, Restarts
+from shoal.transport.streams import uplink
 
 BASE_S = 0.1
 STEP_S = 0.01
@@ -80,7 +80,7 @@ def test_nothing_is_measured_anew_without(lacks: str) -> None:
         assert not restarts.look(sample, step * STEP_S)
 
 
-@pytest.mark.skipif(not channel.can_restart(), reason="this system does not let this process choose BBR")
+@pytest.mark.skipif(not uplink.can_restart(), reason="this system does not let this process choose BBR")
 def test_a_restarted_connection_has_its_congestion_control_and_its_data() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         other = listener.accept()[0]
@@ -88,7 +88,7 @@ def test_a_restarted_connection_has_its_congestion_control_and_its_data() -> Non
             for name, now in ((b"bbr", b"bbr"), (b"cubic", b"cubic")):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
                 sock.sendall(b"first")
-                channel.restart(sock)
+                uplink.restart(sock)
                 sock.sendall(b"second")
                 assert other.recv(11, socket.MSG_WAITALL) == b"firstsecond"
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == now

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from shoal.transport.streams.congestion import (
+from shoal.transport.congestion.windows import (
     FOREIGN_S,
     LEAST_WINDOW_BYTES,
     RATES_S,

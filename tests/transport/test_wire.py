@@ -212,7 +212,7 @@ def test_a_message_in_any_pieces_is_the_message(sizes: list[int], data: list[byt
 
 def test_a_fragment_that_no_honest_peer_sends_is_refused() -> None:
     last = RANKS - 1
-    assert wire.fragment(wire.fragment_head(last, wire.NUMBERS + 5, 7)) == (last, 5, 7)
+    assert wire.fragment(wire.fragment_head(last, wire.NUMBERS + 5, 7)) == (last, 5, 7, wire.NO_REPORT)
     for rank, nbytes in ((RANKS, 7), (0, 0), (0, wire.FRAGMENT_BYTES + 1)):
         with pytest.raises(Malformed, match=f"rank {rank} and {nbytes} bytes"):
             wire.fragment(wire.fragment_head(rank, 0, nbytes))

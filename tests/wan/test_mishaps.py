@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.transport.identity.invite import Authority
-from shoal.transport.streams.channel import BLACK_HOLE
+from shoal.transport.streams.uplink import BLACK_HOLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

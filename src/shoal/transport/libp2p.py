@@ -20,15 +20,16 @@ import msgspec
 from shoal.core.messages import Peer
 from shoal.transport.base import Limits
 from shoal.transport.budget import Warnings
+from shoal.transport.congestion.windows import ACK_BYTES, CEILING_BYTES, CongestionWindow
 from shoal.transport.daemon import Daemon, check_length, framed, multiaddr, parsed, parsed_address, protobuf, public_key
 from shoal.transport.identity.identity import key_id, key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
 from shoal.transport.streams.carrier import Opening
-from shoal.transport.streams.channel import QUANTUM_BYTES, PlainStream, Uplink
-from shoal.transport.streams.congestion import ACK_BYTES, CEILING_BYTES, CongestionWindow
+from shoal.transport.streams.channel import PlainStream
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
 from shoal.transport.streams.streams import StreamTransport
+from shoal.transport.streams.uplink import QUANTUM_BYTES, Uplink
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ class DaemonStream(PlainStream):
 
 
 class WindowedStream:
-    """One way only: the reader acknowledges, the writer keeps within its window (congestion.py)."""
+    """One way only: the reader acknowledges, the writer keeps within its window (congestion/windows.py)."""
 
     def __init__(self, plain: DaemonStream) -> None:
         self._plain = plain
@@ -244,6 +245,9 @@ class WindowedStream:
 
     def paced(self, uplink: Uplink | None) -> WindowedStream:
         return self
+
+    def telling(self, arrived: Callable[[int], None]) -> None:
+        """Its window follows the round trip of all that the daemons hold."""
 
 
 def _reply(stream: DaemonStream) -> Generator[WaitFor | Engine, None, bytearray]:

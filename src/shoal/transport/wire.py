@@ -5,8 +5,10 @@
     blobs     one after the other, `nbytes` each
 
 Bulk travels in fragments, so that a message of a higher rank (core.messages.rank) waits for one of them and not for the
-whole of another: one byte of rank, four of length, then so many bytes of that rank's messages, one after the other; a
-fragment never holds the end of one message and the beginning of the next.
+whole of another: a head, then so many bytes of that rank's messages, one after the other; a fragment never holds the end of
+one message and the beginning of the next. The head, big-endian: rank (1 byte), number (4), length (4), bytes that wait behind
+it (4), bytes per second that the sender's uplink leaves for this way (4), its queue in ms (2); the last two may be unknown,
+all bits set. Back come shares (congestion/shares.py): bytes per second, 4 bytes each.
 
 For every transport that moves bytes. Whoever reads calls `head_bytes` on the first four bytes, `decode_head` on the head
 and `buffers` for the memory of the blobs, in this order: each raises Malformed before the memory it is about is taken.
@@ -26,6 +28,7 @@ from shoal import codec
 from shoal.core.messages import BULK, MAX_LIST_BYTES, RANKS, Message, Ping, Pong, rank
 from shoal.escaping import UNDECODABLE
 from shoal.transport.base import DTYPES, MAX_BLOBS, MAX_CONTROL_BYTES, Blob, Limits
+from shoal.transport.congestion.shares import Report
 
 PREFIX_BYTES = 4
 BOUNDED = {"float32": 4, "bfloat16": 2}  # bytes of a raw value whose size is looked at on receipt
@@ -49,8 +52,11 @@ LARGE = {
     "Measure": 256 << 10,  # 1,024 names
 }
 _prefix = struct.Struct(">I")
-_fragment = struct.Struct(">BII")
-FRAGMENT_HEAD_BYTES = _fragment.size
+_fragment = struct.Struct(">BIIIIH")
+_share = struct.Struct(">I")
+FRAGMENT_HEAD_BYTES, TOLD_BYTES = _fragment.size, _share.size
+UNKNOWN_BPS, UNKNOWN_MS = (1 << 32) - 1, (1 << 16) - 1  # in a fragment's head; and a share of so much is no limit
+NO_REPORT = Report(0, math.inf, math.inf)
 
 _Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
@@ -109,17 +115,31 @@ def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
     return Frame(parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
 
 
-def fragment_head(rank: int, number: int, nbytes: int) -> memoryview:
+def fragment_head(rank: int, number: int, nbytes: int, report: Report = NO_REPORT) -> memoryview:
     """`number`: its place among the fragments of its rank, which may come over several connections."""
-    return memoryview(_fragment.pack(rank, number % NUMBERS, nbytes))
+    left_bytes = min(report.left_bytes, UNKNOWN_BPS)
+    most_Bps = int(min(report.most_Bps, UNKNOWN_BPS))
+    queue_ms = int(min(1e3 * report.queue_s, UNKNOWN_MS))
+    return memoryview(_fragment.pack(rank, number % NUMBERS, nbytes, left_bytes, most_Bps, queue_ms))
 
 
-def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int, int]:
-    """Rank, number and length of the fragment that follows."""
-    place, number, nbytes = _fragment.unpack(head)
+def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int, int, Report]:
+    """Rank, number and length of the fragment that follows, and what its sender says of its way."""
+    place, number, nbytes, left_bytes, most_Bps, queue_ms = _fragment.unpack(head)
     if place >= RANKS or not 0 < nbytes <= FRAGMENT_BYTES:
         raise Malformed(f"a fragment of rank {place} and {nbytes} bytes; allowed are {RANKS} ranks of {FRAGMENT_BYTES}")
-    return place, number, nbytes
+    queue_s = math.inf if queue_ms == UNKNOWN_MS else queue_ms / 1e3
+    return place, number, nbytes, Report(left_bytes, math.inf if most_Bps == UNKNOWN_BPS else most_Bps, queue_s)
+
+
+def share_told(rate_Bps: float) -> bytes:
+    """What a receiver of bulk says to the sender; inf: as fast as it likes."""
+    return _share.pack(int(min(rate_Bps, UNKNOWN_BPS)))
+
+
+def share(told: bytes | bytearray | memoryview) -> float:
+    (rate_Bps,) = _share.unpack(told)
+    return math.inf if rate_Bps == UNKNOWN_BPS else float(rate_Bps)
 
 
 class Largest:

@@ -6,12 +6,12 @@ A Carrier listens, dials, and says whose key the other end of a connection holds
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Protocol, TypeVar
 
 from shoal.core.messages import Peer
-from shoal.transport.streams.channel import BBR, UNSENT_BYTES, Uplink
 from shoal.transport.streams.engine import Connection, Engine, Steps, WaitFor
+from shoal.transport.streams.uplink import BBR, UNSENT_BYTES, Uplink
 
 CONGESTION = BBR  # where the system has it: holds its rate on long lines with losses, where cubic falls to a tenth
 LANES = 4  # connections of a stream of bulk without it: each recovers from its own losses
@@ -27,7 +27,11 @@ class ByteStream(Protocol):
     def write(self, view: memoryview) -> Steps: ...
 
     def check_open(self) -> None:
-        """Between writes: ConnectionError when the other side has closed; it sends nothing else."""
+        """Between writes: ConnectionError when the other side has closed; it sends nothing else than shares of its line."""
+
+    def telling(self, arrived: Callable[[int], None]) -> Callable[[bytes], None] | None:
+        """For a receiver of bulk: what tells the sender its share (wire.share_told). None: the sender cannot be told. `arrived` is called
+        with each number of bytes that comes."""
 
     def paced(self, uplink: Uplink | None) -> ByteStream:
         """For bulk, after the handshake: the same stream, which leaves room for control on a line that both share. `uplink`: what a

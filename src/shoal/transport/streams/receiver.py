@@ -6,15 +6,18 @@ its rank are whole: what comes early waits in the system's buffers, whose size i
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from functools import partial
 
 from shoal.core.messages import RANKS, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Incoming, Limits, StreamKind
 from shoal.transport.budget import Warnings
+from shoal.transport.congestion.busy_rate import BusyRate
+from shoal.transport.congestion.shares import Shares
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission, PartialMessages, SenderRates
-from shoal.transport.streams.busy_rate import BusyRate
 from shoal.transport.streams.carrier import ByteStream
 from shoal.transport.streams.engine import Connection, Engine, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import MAX_LANES, HandshakeRefused, Hello
@@ -28,6 +31,7 @@ from shoal.transport.wire import (
     Arriving,
     Malformed,
     fragment,
+    share_told,
 )
 
 EARLY_S = 120.0  # that a fragment waits for those before it: a line that has lost much needs 30 s for one
@@ -40,6 +44,9 @@ class IncomingStream:
     def __init__(self, number: int, limits: Limits, bulk: bool) -> None:
         self.number = number  # the sender's, of the stream
         self.connections: list[Connection] = []
+        self.tell: Callable[[bytes], None] | None = (
+            None  # shares of this machine's line; None: it has several connections, or cannot
+        )
         self.arriving = [Arriving(limits, bulk) for _ in range(RANKS)]
         self._next = [0] * RANKS  # fragments of each rank that are whole
         self._reading = [False] * RANKS
@@ -82,10 +89,15 @@ class Receiver:
         self._streams: dict[tuple[Peer, StreamKind], IncomingStream] = {}  # each kind in its engine's thread only
         self._partial_messages = PartialMessages(PARTIAL_BLOBS * limits.blob_bytes)
         self._rates = {kind: SenderRates() for kind in STREAM_KINDS}
+        self._shares = Shares()
         self.downlink = BusyRate()
 
     def engine(self, kind: StreamKind) -> Engine:
         return self._engines.reader(kind)
+
+    def queue_s(self, now: float) -> float:
+        """In this machine's downlink. In any thread."""
+        return self._shares.queue_s(now)
 
     def disconnect(self, peer: Peer, kind: StreamKind) -> None:
         self.engine(kind).post(partial(self._disconnect, peer, kind))
@@ -105,6 +117,7 @@ class Receiver:
             self._admission.remove(connection)  # its stream has ended meanwhile, as the sender will see
             return
         incoming.connections.append(connection)
+        self._share_with(incoming, stream, peer, kind)
         if self._membership.revoked(peer):
             raise HandshakeRefused("it was revoked during its handshake")
         self._presence.connected(peer)
@@ -136,7 +149,10 @@ class Receiver:
             rank, left = 0, MAX_CONTROL_BYTES + PREFIX_BYTES
             if bulk:
                 yield from stream.read(head)
-                rank, number, left = fragment(head)
+                rank, number, left, report = fragment(head)
+                if incoming.tell is not None:
+                    self._shares.heard(peer, report, time.monotonic())
+                    self._tell_shares()
                 yield from self._wait_for_turn(connection, incoming, rank, number)
             message = incoming.arriving[rank]
             if bulk:
@@ -150,6 +166,23 @@ class Receiver:
                 rate.spend(time.monotonic(), 0 if bulk else message.nbytes)
             if bulk:
                 incoming.end(rank, connection)
+                self._shares.ended(peer)
+                self._tell_shares()
+
+    def _share_with(self, incoming: IncomingStream, stream: ByteStream, peer: Peer, kind: StreamKind) -> None:
+        """With a sender on one connection: several are paced by their system alone."""
+        if kind == "bulk" and len(incoming.connections) == 1:
+            incoming.tell = stream.telling(lambda nbytes: self._shares.arrived(peer, nbytes, time.monotonic()))
+        elif incoming.tell is not None:
+            incoming.tell(share_told(math.inf))
+            incoming.tell = None
+            self._shares.forget(peer)
+
+    def _tell_shares(self) -> None:
+        for share in self._shares.told(time.monotonic()):
+            incoming = self._streams.get((share.peer, "bulk"))
+            if incoming is not None and incoming.tell is not None:
+                incoming.tell(share_told(share.rate_Bps))
 
     def _wait_for_turn(self, connection: Connection, incoming: IncomingStream, rank: int, number: int) -> Steps:
         """Until the fragments before this one are whole."""
@@ -199,6 +232,8 @@ class Receiver:
     def _disconnect(self, peer: Peer, kind: StreamKind) -> None:
         incoming = self._streams.pop((peer, kind), None)
         if incoming is not None:
+            if incoming.tell is not None:
+                self._shares.forget(peer)
             self._partial_messages.remove(peer, kind)
             for connection in incoming.connections:
                 self._admission.remove(connection)

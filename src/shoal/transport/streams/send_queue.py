@@ -1,6 +1,6 @@
 """Frames that wait to be sent to one peer on one kind of stream: bounded, and shared by two threads. For sender.py.
 
-And which rank of bulk goes next, of those that wait for one peer and of all peers' that wait for the uplink (channel.py).
+And which rank of bulk goes next, of those that wait for one peer and of all peers' that wait for the uplink (uplink.py).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Fragment(NamedTuple):
     nbytes: int
     number: int
     stream: int  # the queue's generation when it was taken
+    left_bytes: int  # that wait behind it
 
 
 class SendQueue:
@@ -120,7 +121,7 @@ class SendQueue:
             if self._taken[rank] == frame.nbytes:
                 self._frames[rank].popleft()
                 self._taken[rank] = 0
-            return Fragment(frame, start, nbytes, number, self.generation)
+            return Fragment(frame, start, nbytes, number, self.generation, self._bytes - nbytes)
 
     def sent(self, fragment: Fragment) -> None:
         with self._lock:

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
 from shoal.core.messages import Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Limits, StreamKind
 from shoal.transport.budget import Warnings
+from shoal.transport.congestion.busy_rate import BusyRate
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
-from shoal.transport.streams.busy_rate import BusyRate
 from shoal.transport.streams.carrier import ByteStream, Carrier, Route, lanes_of
-from shoal.transport.streams.channel import Uplink, is_acknowledged
 from shoal.transport.streams.engine import Connection, Engines, Steps, WaitFor
 from shoal.transport.streams.handshake import HandshakeRefused, check_hello, encode_hello
 from shoal.transport.streams.presence import Presence
 from shoal.transport.streams.send_queue import QueuedBytes, SendQueue
+from shoal.transport.streams.uplink import Uplink, is_acknowledged
 from shoal.transport.wire import FRAGMENT_BYTES, Frame, fragment_head
 
 QUEUED_CONTROL_BYTES = 4 * MAX_CONTROL_BYTES  # waiting for one peer
@@ -46,11 +47,12 @@ class Sender(Generic[Route]):
         engines: Engines,
         presence: Presence,
         warnings: Warnings,
+        down_queue_s: Callable[[float], float],
     ) -> None:
         self._name, self._membership, self._carrier = name, membership, carrier
         self._limits = limits
         self._engines, self._presence, self._warnings = engines, presence, warnings
-        self._uplink = Uplink()
+        self._uplink = Uplink(down_queue_s)
         self._queues: dict[tuple[Peer, StreamKind], SendQueue] = {}
         self._queued_bytes = {"control": QueuedBytes(ALL_CONTROL_BYTES), "bulk": QueuedBytes(math.inf)}
 
@@ -150,7 +152,8 @@ class Sender(Generic[Route]):
             frame = taken.frame
             if queue.kind == "bulk":  # one fragment, then the frame that has the highest rank by then
                 connection.rank = frame.rank
-                yield from stream.write(fragment_head(frame.rank, taken.number, taken.nbytes))
+                report = self._uplink.report(connection, taken.left_bytes)
+                yield from stream.write(fragment_head(frame.rank, taken.number, taken.nbytes, report))
             for piece in frame.pieces(taken.start, taken.nbytes):
                 yield from stream.write(piece)
             queue.sent(taken)

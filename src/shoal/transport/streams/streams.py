@@ -56,7 +56,9 @@ class StreamTransport(Generic[Route]):
         self._receiver = Receiver(
             membership, limits, self._engines, self._receive_queue, self._admission, self._presence, self._warnings
         )
-        self._sender = Sender(name, membership, carrier, limits, self._engines, self._presence, self._warnings)
+        self._sender = Sender(
+            name, membership, carrier, limits, self._engines, self._presence, self._warnings, self._receiver.queue_s
+        )
         self._unrouted = UnroutedPeers(self._receive_queue, give_up=self._sender.forget)
         self._listener = Listener(
             name, membership, carrier, self._engines.handshakes, self._admission, self._receiver, self._warnings

@@ -6,7 +6,7 @@ byte, and the sender keeps within a window that follows the round trip of its ow
 w <- w * (base + allowance) / rtt. FAST allows a number of packets in the queues; here the allowance is a time, as control waits for
 that long. The base is measured again from time to time, with a small window.
 
-`UplinkWindow` and `PathWindow` are for channel.py: TCP connections of their own to each peer, which share this machine's uplink, and each
+`UplinkWindow` and `PathWindow` are for uplink.py: TCP connections of their own to each peer, which share this machine's uplink, and each
 receiver's downlink with the connections of other machines. All decide only: no clock, no socket.
 """
 
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shoal.transport.streams.busy_rate import BusyRate
+from shoal.transport.congestion.busy_rate import BusyRate
 
 ACK_BYTES = 64 << 10
 FLOOR_BYTES = 8 * ACK_BYTES  # with half of it, 40 % less through the loopback of a busy machine
@@ -39,6 +39,7 @@ MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on 
 RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's downlink pass in this time
 RESTART_ROUNDS = 2  # round trips in which a way could have carried more
 RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
+SHORT, SHORT_S = 0.9, 0.1  # of a receiver's share, and between two restarts for it
 ROOMY = 0.75  # of the window
 LONG_ROUND = 3.0  # times what a round takes at least
 # Of queue on one way. Acknowledgements wait in the receiver's uplink and in this machine's downlink, which no window of this way empties
@@ -161,8 +162,20 @@ class Restarts:
         self._round, self._rounds = (now, sample.delivered_bytes), self._rounds + 1
         if self._rounds < RESTART_ROUNDS or now < self._again_at:
             return False
+        return self._restart(rate_Bps, RESTART_S, now)
+
+    def short_of(self, share_Bps: float, believed_Bps: float, trip_s: float, now: float) -> bool:
+        """The receiver has said what its line has for this connection, and BBR believes in less."""
+        if believed_Bps >= SHORT * share_Bps:
+            self._before_Bps = 0.0
+            return False
+        if now < self._again_at:
+            return False
+        return self._restart(believed_Bps, max(SHORT_S, MOST_TRIPS * trip_s), now)
+
+    def _restart(self, rate_Bps: float, least_s: float, now: float) -> bool:
         useful = rate_Bps < self._before_Bps / GROWTH or rate_Bps > GROWTH * self._before_Bps
-        self._pause_s = RESTART_S if useful else min(RESTART_MOST_S, 2 * self._pause_s)
+        self._pause_s = least_s if useful else min(RESTART_MOST_S, 2 * self._pause_s)
         self._again_at, self._before_Bps, self._rounds = now + self._pause_s, rate_Bps, 0
         return True
 
@@ -234,7 +247,7 @@ class PathWindow:
 class UplinkWindow:
     """How many bytes of all bulk connections of a machine together may be on their way: its rate times (base + allowance).
 
-    For channel.py. Each connection alone (BBR) holds up to twice rate times base, hence several of them a round trip of queue; CUBIC fills
+    For uplink.py. Each connection alone (BBR) holds up to twice rate times base, hence several of them a round trip of queue; CUBIC fills
     any buffer. The sum is limited, not each: a connection that pauses leaves its part to the others at once. The queue is what all
     connections see beyond their base: a line of one receiver that is full slows nobody else."""
 

@@ -1,0 +1,138 @@
+"""A receiver's shares on real connections: told beside its bulk, followed by the sender's system, bounded whatever the receiver says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from tests.transport.test_lanes import indices, lanes_to, tensor, without_bbr
+from tests.transport.test_strangers import call, held, make, started
+
+from shoal.core.messages import Peer
+from shoal.transport.base import Lost
+from shoal.transport.congestion.shares import LEAST_BPS, Share, Shares
+from shoal.transport.identity.identity import Identity
+from shoal.transport.streams.uplink import PACE, SO_MAX_PACING_RATE, Sent, Uplink
+from shoal.transport.wire import share, share_told
+
+assert held  # a fixture
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was acknowledged, and paces")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[Peer, float]:
+    """What every receiver tells, all the time."""
+    rates: dict[Peer, float] = {}
+    monkeypatch.setattr(Shares, "told", lambda self, now: [Share(peer, rate) for peer, rate in rates.items()])
+    return rates
+
+
+def only(uplink: Uplink) -> tuple[Any, Sent]:
+    ((connection, sent),) = uplink._sent.items()
+    return connection, sent
+
+
+def paced_Bps(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
+
+
+@linux
+def test_a_sender_follows_what_its_receiver_tells(told: dict[Peer, float]) -> None:
+    async def story() -> None:
+        async with started(make(), make()) as (a, b):
+            told[a.name] = 50e6
+            for index in range(4):
+                a.send(b.name, *tensor(index))
+            assert await indices(b, 4) == [0, 1, 2, 3]
+            connection, sent = only(a._sender._uplink)
+            until = time.monotonic() + 10
+            while math.isinf(sent.share_Bps) and time.monotonic() < until:  # the last was told after the last byte
+                await asyncio.sleep(0.01)
+            assert sent.share_Bps == 50e6 and paced_Bps(connection.sock) == pytest.approx(PACE * 50e6, rel=0.06)
+            told[a.name] = 0.0
+            a.send(b.name, *tensor(4))
+            assert await indices(b, 1) == [4]
+            while sent.share_Bps != LEAST_BPS and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            assert sent.share_Bps == LEAST_BPS, "no receiver stops a sender for good"
+
+    asyncio.run(story())
+
+
+def test_a_stream_of_several_connections_is_told_no_share(told: dict[Peer, float]) -> None:
+    async def story() -> None:
+        async with started(without_bbr(), make()) as (a, b):
+            a.send(b.name, *tensor(0))
+            assert await indices(b, 1) == [0]
+            await lanes_to(b, a.name)
+            assert b._receiver._streams[a.name, "bulk"].tell is None
+
+    asyncio.run(story())
+
+
+@linux
+def test_a_share_that_is_not_told_again_is_forgotten(told: dict[Peer, float], monkeypatch: Any) -> None:
+    async def story() -> None:
+        async with started(make(), make()) as (a, b):
+            a.send(b.name, *tensor(0))
+            assert await indices(b, 1) == [0]
+            _, sent = only(a._sender._uplink)
+            sent.share_Bps, sent.share_until = 1e6, time.monotonic() - 1
+            a.send(b.name, *tensor(1))
+            assert await indices(b, 1) == [1]
+            assert math.isinf(sent.share_Bps)
+
+    asyncio.run(story())
+
+
+def test_what_a_sender_does_not_read_is_not_told_for_ever(told: dict[Peer, float], held: ExitStack) -> None:
+    async def story() -> None:
+        """It sends bulk and never reads: its receiver keeps one share for it, and serves others."""
+        async with started(make(), make()) as (victim, other):
+            stranger = Identity.new()
+            sock = call(held, victim, stranger, "bulk")
+            while not victim._receiver._streams:
+                await asyncio.sleep(0.01)
+            ((name, _),) = victim._receiver._streams
+            told[name] = 1e6
+            tell = victim._receiver._streams[name, "bulk"].tell
+            assert tell is not None
+            for _ in range(200_000):
+                tell(share_told(1e6))
+            assert len(tell.__self__._untold) < 100  # type: ignore[attr-defined]
+            other.send(victim.name, *tensor(0))
+            assert await indices(victim, 1) == [0]
+            sock.close()
+
+    asyncio.run(story())
+
+
+def test_words_that_are_no_shares_break_their_own_stream_at_most(told: dict[Peer, float]) -> None:
+    async def story() -> None:
+        async with started(make(), make()) as (a, b):
+            told[a.name] = 1e9
+            a.send(b.name, *tensor(0))
+            assert await indices(b, 1) == [0]
+            tell = b._receiver._streams[a.name, "bulk"].tell
+            b._receiver.engine("bulk").post(lambda: tell(b"\0" * 4099))
+            a.send(b.name, *tensor(1))
+            got: list[int] = []
+            while 1 not in got:
+                item = await b.receive()
+                if not isinstance(item, Lost):
+                    got.append(item.message.index)
+                    continue
+                a.send(b.name, *tensor(1))
+
+    asyncio.run(story())
+
+
+def test_a_share_is_what_was_told() -> None:
+    assert share(share_told(math.inf)) == math.inf and share(share_told(1e15)) == math.inf
+    assert share(share_told(0.0)) == 0.0 and share(share_told(123456.7)) == 123456.0
