@@ -27,7 +27,7 @@ class Line:
 
     def run(self, seconds: float) -> dict[str, float]:
         """Bytes per second that came of each."""
-        until, came = self.now + seconds, dict.fromkeys(self.likes_Bps, 0.0)
+        until, rates = self.now + seconds, dict.fromkeys(self.likes_Bps, 0.0)
         while self.now < until:
             self.now += 0.01
             for at, peer, rate_Bps in [each for each in self._later if each[0] <= self.now]:
@@ -42,7 +42,7 @@ class Line:
             part = passed / self.queue_bytes if self.queue_bytes else 0.0
             for peer, nbytes in sends.items():
                 got = passed * nbytes / sum(sends.values()) if sum(sends.values()) else 0.0
-                came[peer] += got
+                rates[peer] += got
                 report = Report(BACKLOG, self.most_Bps[peer], self.queue_bytes / self.rate_Bps)
                 if nbytes or self.shares._senders.get(peer) is None:
                     self.shares.heard(peer, report, self.now)
@@ -50,7 +50,7 @@ class Line:
             self.queue_bytes *= 1 - part
             for share in self.shares.told(self.now):
                 self._later.append((self.now + LATE_S, share.peer, share.rate_Bps))
-        return {peer: nbytes / seconds for peer, nbytes in came.items()}
+        return {peer: nbytes / seconds for peer, nbytes in rates.items()}
 
     def leave(self, peer: str) -> None:
         del self.likes_Bps[peer]
@@ -68,9 +68,9 @@ def test_nothing_is_told_before_the_line_was_full() -> None:
 def test_those_that_overrun_the_line_together_get_equal_parts_of_all_of_it(rate_MBps: float) -> None:
     line = Line(rate_MBps * MB, a=5 * rate_MBps * MB, b=3 * rate_MBps * MB, c=rate_MBps * MB)
     line.run(5.0)
-    came = line.run(20.0)
-    assert sum(came.values()) > 0.93 * rate_MBps * MB
-    assert all(rate == pytest.approx(rate_MBps * MB / 3, rel=0.1) for rate in came.values())
+    rates = line.run(20.0)
+    assert sum(rates.values()) > 0.93 * rate_MBps * MB
+    assert all(rate == pytest.approx(rate_MBps * MB / 3, rel=0.1) for rate in rates.values())
     assert line.queue_bytes / line.rate_Bps < 0.15
 
 
@@ -86,8 +86,8 @@ def test_what_a_narrow_uplink_leaves_is_the_others() -> None:
     line = Line(6 * MB, a=60 * MB, b=60 * MB, c=MB)
     line.most_Bps["c"] = MB
     line.run(5.0)
-    came = line.run(20.0)
-    assert came["a"] > 2.2 * MB and came["b"] > 2.2 * MB and came["c"] > 0.8 * MB
+    rates = line.run(20.0)
+    assert rates["a"] > 2.2 * MB and rates["b"] > 2.2 * MB and rates["c"] > 0.8 * MB
 
 
 def test_when_one_ends_another_has_its_part_at_once() -> None:
@@ -111,8 +111,8 @@ def test_who_sends_a_trickle_holds_no_equal_part() -> None:
     line.run(10.0)
     line.likes_Bps["c"] = 0.01 * MB
     line.run(5.0)
-    came = line.run(10.0)
-    assert came["a"] + came["b"] > 5 * MB
+    rates = line.run(10.0)
+    assert rates["a"] + rates["b"] > 5 * MB
 
 
 def test_a_line_that_changes_is_followed() -> None:

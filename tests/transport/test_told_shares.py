@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[Peer, float]:
+def tells(monkeypatch: pytest.MonkeyPatch) -> dict[Peer, float]:
     """What every receiver tells, all the time."""
     rates: dict[Peer, float] = {}
     monkeypatch.setattr(Shares, "told", lambda self, now: [Share(peer, rate) for peer, rate in rates.items()])
@@ -43,10 +43,10 @@ def paced_Bps(sock: socket.socket) -> int:
 
 
 @linux
-def test_a_sender_follows_what_its_receiver_tells(told: dict[Peer, float]) -> None:
+def test_a_sender_follows_what_its_receiver_tells(tells: dict[Peer, float]) -> None:
     async def story() -> None:
         async with started(make(), make()) as (a, b):
-            told[a.name] = 50e6
+            tells[a.name] = 50e6
             for index in range(4):
                 a.send(b.name, *tensor(index))
             assert await indices(b, 4) == [0, 1, 2, 3]
@@ -55,7 +55,7 @@ def test_a_sender_follows_what_its_receiver_tells(told: dict[Peer, float]) -> No
             while math.isinf(sent.share_Bps) and time.monotonic() < until:  # the last was told after the last byte
                 await asyncio.sleep(0.01)
             assert sent.share_Bps == 50e6 and paced_Bps(connection.sock) == pytest.approx(PACE * 50e6, rel=0.06)
-            told[a.name] = 0.0
+            tells[a.name] = 0.0
             a.send(b.name, *tensor(4))
             assert await indices(b, 1) == [4]
             while sent.share_Bps != LEAST_BPS and time.monotonic() < until:
@@ -65,7 +65,7 @@ def test_a_sender_follows_what_its_receiver_tells(told: dict[Peer, float]) -> No
     asyncio.run(story())
 
 
-def test_a_stream_of_several_connections_is_told_no_share(told: dict[Peer, float]) -> None:
+def test_a_stream_of_several_connections_is_told_no_share(tells: dict[Peer, float]) -> None:
     async def story() -> None:
         async with started(without_bbr(), make()) as (a, b):
             a.send(b.name, *tensor(0))
@@ -77,7 +77,7 @@ def test_a_stream_of_several_connections_is_told_no_share(told: dict[Peer, float
 
 
 @linux
-def test_a_share_that_is_not_told_again_is_forgotten(told: dict[Peer, float], monkeypatch: Any) -> None:
+def test_a_share_that_is_not_told_again_is_forgotten(tells: dict[Peer, float], monkeypatch: Any) -> None:
     async def story() -> None:
         async with started(make(), make()) as (a, b):
             a.send(b.name, *tensor(0))
@@ -91,7 +91,7 @@ def test_a_share_that_is_not_told_again_is_forgotten(told: dict[Peer, float], mo
     asyncio.run(story())
 
 
-def test_what_a_sender_does_not_read_is_not_told_for_ever(told: dict[Peer, float], held: ExitStack) -> None:
+def test_what_a_sender_does_not_read_is_not_told_for_ever(tells: dict[Peer, float], held: ExitStack) -> None:
     async def story() -> None:
         """It sends bulk and never reads: its receiver keeps one share for it, and serves others."""
         async with started(make(), make()) as (victim, other):
@@ -100,7 +100,7 @@ def test_what_a_sender_does_not_read_is_not_told_for_ever(told: dict[Peer, float
             while not victim._receiver._streams:
                 await asyncio.sleep(0.01)
             ((name, _),) = victim._receiver._streams
-            told[name] = 1e6
+            tells[name] = 1e6
             tell = victim._receiver._streams[name, "bulk"].tell
             assert tell is not None
             for _ in range(200_000):
@@ -113,10 +113,10 @@ def test_what_a_sender_does_not_read_is_not_told_for_ever(told: dict[Peer, float
     asyncio.run(story())
 
 
-def test_words_that_are_no_shares_break_their_own_stream_at_most(told: dict[Peer, float]) -> None:
+def test_words_that_are_no_shares_break_their_own_stream_at_most(tells: dict[Peer, float]) -> None:
     async def story() -> None:
         async with started(make(), make()) as (a, b):
-            told[a.name] = 1e9
+            tells[a.name] = 1e9
             a.send(b.name, *tensor(0))
             assert await indices(b, 1) == [0]
             tell = b._receiver._streams[a.name, "bulk"].tell

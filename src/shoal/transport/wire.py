@@ -137,8 +137,8 @@ def share_told(rate_Bps: float) -> bytes:
     return _share.pack(int(min(rate_Bps, UNKNOWN_BPS)))
 
 
-def share(told: bytes | bytearray | memoryview) -> float:
-    (rate_Bps,) = _share.unpack(told)
+def share(words: bytes | bytearray | memoryview) -> float:
+    (rate_Bps,) = _share.unpack(words)
     return math.inf if rate_Bps == UNKNOWN_BPS else float(rate_Bps)
 
 

@@ -105,8 +105,7 @@ class TaskRunner:
         self._sums = Sums(config)
         emulated = config.device.executor == "emulated"
         self._outgoing = Outgoing("cpu" if emulated else str(device_of(config)), lambda: prepare_thread(config))
-        self._snapshots = Snapshots()
-        self._download = Download()
+        self._snapshots, self._download = Snapshots(), Download()
         self._failures = Failures(config)
         self._shards = Shards(config, store)
         self._stepped = threading.Event()  # no optimizer step goes on beside the hops
