@@ -159,10 +159,8 @@ def account(
                 waiting = carried[name].waiting(now, new[name].sent_bytes - old[name].sent_bytes)
                 row[_cause(host, step, now, booked, full, waiting)] += now - before - busy_s
                 down_s = min(new[name].down.busy_s - old[name].down.busy_s, now - before)
-                row["dropped"] += sum(
-                    new_line.dropped - old_line.dropped
-                    for new_line, old_line in zip(new[name][2:], old[name][2:], strict=True)
-                )
+                row["dropped"] += new[name].up.dropped - old[name].up.dropped
+                row["dropped"] += new[name].down.dropped - old[name].down.dropped
                 row["down"] += down_s
                 row["late"] += now - before - down_s if name in coming else 0.0
     for name, host in hosts.items():
@@ -190,7 +188,7 @@ def _cause(host: Host, step: int, now: float, booked: float, full: set[str], wai
 
 
 def _full(counters: Counters, now: float) -> set[str]:
-    """Hosts whose downlink is."""
+    """Hosts whose downlink is full."""
     window = [sample for sample in counters.samples if abs(sample[0] - now) <= 0.15]
     (first, old), (last, new) = window[0], window[-1]
     return {name for name in old if new[name].down.busy_s - old[name].down.busy_s >= FULL * (last - first)}

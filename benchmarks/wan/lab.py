@@ -195,18 +195,16 @@ def missing() -> str:
 
 
 class Line(NamedTuple):
-    """One direction of a host's, since it began: seconds in which it carried something, the queue's length, packets dropped."""
+    """One direction of a host's, since it began: seconds in which it carried something, and packets dropped."""
 
     busy_s: float
-    queue_s: float
     dropped: int
 
 
 class Counted(NamedTuple):
-    """Bytes that a host has sent and received, and its line."""
+    """Bytes that a host has sent, and its line."""
 
     sent_bytes: int
-    received_bytes: int
     up: Line
     down: Line
 
@@ -282,12 +280,11 @@ class Lab:
     def counted(self, host: str) -> Counted:
         words = Path(f"/proc/{self._pids[host]}/net/dev").read_text().partition("wan0:")[2].split()
         place = self.topology.hosts.index(host)
-        return Counted(int(words[8]), int(words[0]), self._line(place), self._line(MAX_HOSTS + place))
+        return Counted(int(words[8]), self._line(place), self._line(MAX_HOSTS + place))
 
     def _line(self, place: int) -> Line:
         _, _, free_at, served_s, dropped = QUEUE.unpack_from(self._counters, place * QUEUE.size)
-        waits_s = max(0.0, free_at - time.monotonic())
-        return Line(served_s - waits_s, waits_s, dropped)
+        return Line(served_s - max(0.0, free_at - time.monotonic()), dropped)
 
     def first_process(self, host: str) -> int:
         """The process whose namespaces the host is."""

@@ -926,14 +926,10 @@ def test_close_answers_what_runs_and_leaves_no_thread() -> None:
 def test_the_first_round_finds_its_loops_loaded() -> None:
     """Six peers on two cores loaded numba in their first round for 3.5 s, and an honest one was evicted: its partner waited for a sum."""
     program = (
-        "import sys, time\n"
+        "import sys, threading\n"
         "from tests.runtime.test_task_runner import EMULATED, TaskRunner\n"
-        "runner, until = TaskRunner(EMULATED), time.monotonic() + 30\n"
-        "def loaded():\n"
-        "    loops = sys.modules.get('shoal.numerics.loops')\n"
-        "    return getattr(getattr(loops, 'sketch', None), 'signatures', None)\n"
-        "while not loaded() and time.monotonic() < until:\n"
-        "    time.sleep(0.01)\n"
-        "sys.exit(not loaded())\n"
+        "runner, idle = TaskRunner(EMULATED), threading.Event()\n"
+        "runner._lanes['read'].put(idle.set)\n"  # behind what it does first
+        "sys.exit(not idle.wait(60) or not sys.modules['shoal.numerics.loops'].sketch.signatures)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=90, cwd=Path(__file__).parents[2])

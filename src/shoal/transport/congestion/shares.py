@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -177,15 +178,20 @@ class Shares:
 
     def _divided(self, active: dict[Peer, SharingSender], now: float) -> dict[Peer, float]:
         """Max-min fairly; what all together do not want is theirs, too, in proportion."""
-        parts: dict[Peer, float] = {}
-        left_Bps = self.line_Bps
         equal_Bps = self.line_Bps / max(1, len(active))
-        wants = sorted((each.want_Bps(equal_Bps, now), peer) for peer, each in active.items())
-        for place, (want_Bps, peer) in enumerate(wants):
-            parts[peer] = min(want_Bps, left_Bps / (len(wants) - place))
-            left_Bps -= parts[peer]
+        wants_Bps = [each.want_Bps(equal_Bps, now) for each in active.values()]
+        parts = dict(zip(active, max_min(self.line_Bps, wants_Bps), strict=True))
         scale = self.line_Bps / sum(parts.values()) if parts else 1.0
         return {peer: part * scale for peer, part in parts.items()}
+
+
+def max_min(line_Bps: float, wants_Bps: Sequence[float]) -> list[float]:
+    """What each gets of a line: no more than it wants, and what that leaves is divided equally among the others."""
+    parts = [0.0] * len(wants_Bps)
+    for place, index in enumerate(sorted(range(len(wants_Bps)), key=wants_Bps.__getitem__)):
+        parts[index] = min(wants_Bps[index], line_Bps / (len(wants_Bps) - place))
+        line_Bps -= parts[index]
+    return parts
 
 
 def _add(rates_Bps: deque[tuple[float, float]], rate_Bps: float, now: float, keep_s: float) -> None:

@@ -44,9 +44,8 @@ class IncomingStream:
     def __init__(self, number: int, limits: Limits, bulk: bool) -> None:
         self.number = number  # the sender's, of the stream
         self.connections: list[Connection] = []
-        self.tell: Callable[[bytes], None] | None = (
-            None  # shares of this machine's line; None: it has several connections, or cannot
-        )
+        # Shares of this machine's line; None: it has several connections, or cannot
+        self.tell: Callable[[bytes], None] | None = None
         self.arriving = [Arriving(limits, bulk) for _ in range(RANKS)]
         self._next = [0] * RANKS  # fragments of each rank that are whole
         self._reading = [False] * RANKS

@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shoal.transport.congestion.busy_rate import BusyRate
-from shoal.transport.congestion.shares import LEAST_BPS, SHARE_S, Report
+from shoal.transport.congestion.shares import LEAST_BPS, SHARE_S, Report, max_min
 from shoal.transport.congestion.windows import Acknowledged, PathSample, PathWindow, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.send_queue import RankTurns
@@ -32,9 +32,8 @@ MEASURE_S = 0.004  # between two questions to the system
 RESUME_S = 0.005  # after which whoever found no room looks again
 HEAR_S = 0.01  # between two looks for what the receiver says
 PACE = 1.06  # of a share: a little queue keeps the receiver's line full, and shows it
-UPLINK_PACE = (
-    1.25  # of what this machine's line has for it: no bursts, and the window is used, by which the line is known
-)
+# Of what this machine's line has for it: no bursts, and the window is used, by which the line is known
+UPLINK_PACE = 1.25
 STEADY = 0.95  # a smaller change is not worth a call
 SO_MAX_PACING_RATE = 47  # Linux
 NO_LIMIT = -1
@@ -117,16 +116,13 @@ class Uplink:
 
     def _left_Bps(self, sent: Sent, now: float) -> float:
         """What this machine's line has for it, beside the shares of the others: max-min fairly. inf: not known yet."""
-        left_Bps = self._window.busy.rate_Bps(now)
-        if not left_Bps:
+        line_Bps = self._window.busy.rate_Bps(now)
+        if not line_Bps:
             return math.inf
         others = [
             each for each in self._sent.values() if each is not sent and each.written_bytes > each.delivered_bytes
         ]
-        shares_Bps = sorted(each.share_Bps for each in others)
-        for place, share_Bps in enumerate(shares_Bps):
-            left_Bps -= min(share_Bps, left_Bps / (len(shares_Bps) + 1 - place))
-        return left_Bps
+        return max_min(line_Bps, [*(each.share_Bps for each in others), math.inf])[-1]
 
     def write(self, connection: Connection, data: memoryview) -> Steps:
         try:
