@@ -12,6 +12,8 @@ BOTH := -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)/src
 export TOKENIZERS_PARALLELISM := false
+# Where it is set, as in some CI images, every process that a test starts compiles some 500 sources anew: 3 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo wheel test check format lint imports types unit long slow gpu bench structure protocol results recipes papers configuration docs clean
 
