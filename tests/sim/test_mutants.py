@@ -306,17 +306,17 @@ def goes_back_to_the_newest_checkpoint(patch: Patch) -> None:
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (23, 50)),
-    (forgets_a_waiting_microbatch, ROUNDS, (19, 22)),
-    (averages_a_fenced_peer, ROUNDS, (26, 28)),
+    (forgets_a_waiting_microbatch, ROUNDS, (12, 6)),
+    (averages_a_fenced_peer, ROUNDS, (16, 45)),
     (books_twice_after_a_retry, ROUNDS, (22, 10)),
     (adds_a_booked_microbatch_again, STORM, (17, 20)),
     (takes_any_half_for_a_quorum, HALVES, (8, 1)),
-    (applies_what_it_does_not_hold, ROUNDS, (22, 3)),
-    (keeps_a_fenced_peers_books, STORM, (0, 6)),
+    (applies_what_it_does_not_hold, ROUNDS, (11, 6)),
+    (keeps_a_fenced_peers_books, STORM, (16, 28)),
     (adopts_without_asking_for_books, ROUNDS, (19, 22)),
     (commits_before_all_is_booked, ROUNDS, (20, 23)),
     (computes_with_the_newest_parameters, LATE, (19, 22)),
-    (never_opens_a_closed_step_again, LATE, (12,)),
+    (never_opens_a_closed_step_again, LATE, (31, 12)),
     (goes_on_without_asking_for_books, LATE, (12,)),
     (adds_the_rows_but_for_the_last, LARGE, (0,)),
     (adds_as_it_comes, LARGE, (0,)),
@@ -334,7 +334,7 @@ STRAINED: list[tuple[Callable[[pytest.MonkeyPatch], None], str, tuple[int, ...]]
     (believes_any_lead, "member/coup", (14,)),
     (counts_complaints_of_one_peer, "member/complain", (2,)),
     (sets_no_deadline_for_rounds, "member/mute", (8,)),
-    (leaves_a_hanging_microbatch_with_its_owner, "joiner/withhold", (40, 41)),
+    (leaves_a_hanging_microbatch_with_its_owner, "joiner/withhold", (41, 40)),
     (takes_the_norm_of_the_first_replica, "member/norm", (15,)),
 ]
 
