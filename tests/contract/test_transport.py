@@ -18,7 +18,7 @@ from shoal.core.messages import BoundaryTensor, Cancelled, Chunk, Forward, Lead,
 from shoal.transport.base import MAX_CONTROL_BYTES, Blob, Incoming, Limits
 from shoal.transport.identity.identity import Identity
 from shoal.transport.identity.invite import Authority, read_invite
-from shoal.transport.streams import handshake, receive_queue
+from shoal.transport.streams import handshake, presence, receive_queue
 from shoal.transport.wire import BlobHead, Head, encode
 
 MIB = 1 << 20
@@ -191,7 +191,9 @@ def test_a_dead_peer_is_lost_and_sending_to_it_never_raises(net: Any) -> None:
     run(story)
 
 
-def test_a_peer_nobody_knows_is_lost(net: Any) -> None:
+def test_a_peer_nobody_knows_is_lost(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "LOOK_UP_S", 0.2)
+
     async def story() -> None:
         async with started(net.make(Identity.new())) as (a,):
             stranger = Identity.new().name
