@@ -60,12 +60,17 @@ def assert_counted(left: Left, commits: list[Committed]) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "executor", "staleness"),
-    [(2, "resident", 0), (1, "swapping", 0), (2, "resident", 1), (1, "swapping", 1)],
+    [
+        (2, "resident", 0),
+        pytest.param(1, "swapping", 0, marks=pytest.mark.slow),
+        pytest.param(2, "resident", 1, marks=pytest.mark.slow),
+        (1, "swapping", 1),
+    ],
 )
 def test_peers_that_train_on_chats_have_the_bits_of_one_process(
     tmp_path: Path, stages: int, executor: str, staleness: int
 ) -> None:
-    config = of_chats(tmp_path, a_config(stages, 4, steps=3, staleness=staleness))
+    config = of_chats(tmp_path, a_config(stages, 4, steps=2 + staleness, staleness=staleness))
     device = msgspec.structs.replace(config.device, executor=executor, memory_bytes=1 << 20 if stages == 1 else 0)
     left = trained_in_memory(tmp_path, msgspec.structs.replace(config, device=device))
     commits = reference.commits(left.directory)

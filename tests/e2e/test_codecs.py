@@ -15,7 +15,7 @@ from shoal import trace
 from shoal.config import Network
 
 
-@pytest.mark.parametrize("boundary", ["none", "maxout-2x"])
+@pytest.mark.parametrize("boundary", [pytest.param("none", marks=pytest.mark.slow), "maxout-2x"])
 def test_a_run_with_codecs_and_one_process_get_the_same_bits(
     boundary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,7 +24,7 @@ def test_a_run_with_codecs_and_one_process_get_the_same_bits(
     changed = msgspec.structs.replace
     config = changed(
         TINY,
-        run=changed(TINY.run, stages=2, peers=4, steps=4),
+        run=changed(TINY.run, stages=2, peers=4, steps=2),
         model=changed(TINY.model, boundary=boundary),
         train=changed(TINY.train, batch=16),
         network=Network(activations="int4", gradients="int8", averaging="int8"),

@@ -130,7 +130,7 @@ def a_config(stages: int, peers: int, steps: int = 4, **train: Any) -> Config:
         TINY,
         run=changed(TINY.run, stages=stages, peers=peers, steps=steps),
         model=changed(TINY.model, layers=4, extra={"attention_bias": True}, tied_embeddings=stages == 1),
-        train=changed(TINY.train, batch=16, **train),
+        train=changed(TINY.train, **{"batch": 16, **train}),
         checkpoint=changed(TINY.checkpoint, every=0, at_end=True),
     )
 
@@ -143,10 +143,12 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Left:
-    return trained_in_memory(tmp_path, a_config(STAGES, STAGES * REPLICAS))
+    return trained_in_memory(tmp_path, a_config(STAGES, STAGES * REPLICAS, steps=3))
 
 
-@pytest.mark.parametrize(("executor", "staleness"), [("resident", 0), ("swapping", 0), ("swapping", 1)])
+@pytest.mark.parametrize(
+    ("executor", "staleness"), [("resident", 0), pytest.param("swapping", 0, marks=pytest.mark.slow), ("swapping", 1)]
+)
 def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(
     tmp_path: Path, executor: str, staleness: int
 ) -> None:
@@ -161,7 +163,7 @@ def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(
         assert {frozenset(share.indices) for share in group} == owned
 
 
-@pytest.mark.parametrize("local_warmup", [0, 2])
+@pytest.mark.parametrize("local_warmup", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_share_alone(
     tmp_path: Path, local_warmup: int
 ) -> None:
@@ -169,11 +171,11 @@ def test_rounds_of_local_steps_have_the_bits_of_one_process_that_trains_each_sha
     assert_same_bits(left, reference.commits(left.directory))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that_is_a_step_late(
     tmp_path: Path, optimizer: str
 ) -> None:
-    config = a_config(STAGES, STAGES * REPLICAS, steps=5, staleness=1, optimizer=optimizer)
+    config = a_config(STAGES, STAGES * REPLICAS, steps=3, staleness=1, optimizer=optimizer)
     left = trained_in_memory(tmp_path, config)
     commits = reference.commits(left.directory)
     process = assert_same_bits(left, commits)
@@ -183,12 +185,13 @@ def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that
     assert reference.relative(other.state(), process.state()) > 1e-5  # it does matter
 
 
-@pytest.mark.parametrize(("local_steps", "staleness"), [(1, 0), (3, 0), (1, 1)])
+@pytest.mark.parametrize(("local_steps", "staleness"), [(1, 0), (3, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
     tmp_path: Path, local_steps: int, staleness: int
 ) -> None:
     local_batch = 4 if local_steps > 1 else 0
-    config = a_config(1, 4, steps=3, local_steps=local_steps, local_batch=local_batch, staleness=staleness)
+    local = {"local_steps": local_steps, "local_batch": local_batch}
+    config = a_config(1, 4, steps=2 + staleness, staleness=staleness, **local)
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, averaging_memory_bytes=8000))
     left = trained_in_memory(tmp_path, config)
     gathers = [
@@ -204,10 +207,17 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
 
 @pytest.mark.parametrize(
     ("staleness", "tune"),
-    [(0, {}), (1, {}), (0, {"dora": True}), (0, {"quantize": "nf4"}), (0, {"dropout": 0.2}), (1, {"dropout": 0.2})],
+    [
+        (0, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(0, {"dora": True}, marks=pytest.mark.slow),
+        (0, {"quantize": "nf4"}),
+        pytest.param(0, {"dropout": 0.2}, marks=pytest.mark.slow),
+        (1, {"dropout": 0.2}),
+    ],
 )
 def test_adapters_have_the_bits_of_one_process(tmp_path: Path, staleness: int, tune: dict[str, Any]) -> None:
-    config = a_config(STAGES, STAGES * REPLICAS, steps=3 + staleness, staleness=staleness)
+    config = a_config(2, 2 * REPLICAS, steps=2 + staleness, staleness=staleness)
     left = trained_in_memory(tmp_path, adapted(config, tmp_path / "base", rank=2, alpha=64.0, **tune))
     process = assert_same_bits(left, reference.commits(left.directory))
     assert all("lora_" in name for name in process.parameters)
@@ -247,11 +257,11 @@ class Peft:
 PEFT_NAMES = ["embed_tokens", "lm_head", "input_layernorm", "post_attention_layernorm", "norm"]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_embeddings_head_and_norms_beside_adapters_have_the_bits_of_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    config = a_config(STAGES, STAGES * REPLICAS, steps=3 + staleness, staleness=staleness)
+    config = a_config(2, 2 * REPLICAS, steps=2 + staleness, staleness=staleness)
     config = adapted(config, tmp_path / "base", rank=2, alpha=64.0, also=("embeddings", "head", "norms"))
     left, peft_model = trained_in_memory(tmp_path, config), Peft(config)
     monkeypatch.setattr(reference.stages, "whole", lambda _: peft_model)
@@ -264,12 +274,16 @@ def test_embeddings_head_and_norms_beside_adapters_have_the_bits_of_peft(
 
 
 @pytest.mark.parametrize(
-    "tune", [{"also": ("embeddings", "norms"), "quantize": "nf4"}, {"also": ("head",), "dropout": 0.2}]
+    "tune",
+    [
+        {"also": ("embeddings", "norms"), "quantize": "nf4"},
+        pytest.param({"also": ("head",), "dropout": 0.2}, marks=pytest.mark.slow),
+    ],
 )
 def test_embeddings_and_norms_beside_other_adapters_have_the_bits_of_one_process(
     tmp_path: Path, tune: dict[str, Any]
 ) -> None:
-    config = a_config(STAGES, STAGES * REPLICAS, steps=3)
+    config = a_config(2, 2 * REPLICAS, steps=2)
     left = trained_in_memory(tmp_path, adapted(config, tmp_path / "base", rank=2, alpha=64.0, **tune))
     process = assert_same_bits(left, reference.commits(left.directory))
     assert not all("lora_" in name for name in process.parameters)
