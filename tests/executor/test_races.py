@@ -68,8 +68,17 @@ def races(monkeypatch: pytest.MonkeyPatch, detector: Detector, drive: Callable[[
     return bool(detector.races)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("limit", "groups", "slabs"), [(0, 1, 1), (68_000, 3, 2), (49_000, 4, 1)])
+@pytest.mark.parametrize(
+    ("limit", "groups", "slabs", "tied"),
+    [
+        (0, 1, 1, False),
+        (0, 1, 1, True),
+        (68_000, 3, 2, False),
+        (49_000, 4, 1, False),
+        pytest.param(68_000, 3, 2, True, marks=pytest.mark.slow),
+        pytest.param(49_000, 4, 1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_no_access_races_with_a_copy_and_the_host_waits_for_the_device_once_a_pass(
     limit: int, groups: int, slabs: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +93,7 @@ def test_no_access_races_with_a_copy_and_the_host_waits_for_the_device_once_a_pa
     assert (settled, detector.scalars) == ([6], 0)  # one for each forward and each backward pass
 
 
-@pytest.mark.parametrize("limit", [68_000, LIMIT])
+@pytest.mark.parametrize("limit", [pytest.param(68_000, marks=pytest.mark.slow), LIMIT])
 def test_copies_that_take_as_long_as_they_may_give_the_same_bits(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_optimizer(monkeypatch)
     plain = executor.create(a_config(limit), 0)

@@ -69,8 +69,8 @@ def whole_batch(one: Swapping) -> list[float | None]:
     ("family", "dtype", "tied"),
     [  # each pair of choices; the whole grid is slow, in test_grid.py
         ("llama", "float32", False),
-        ("llama", "bfloat16", True),
-        ("qwen3", "float32", True),
+        pytest.param("llama", "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("qwen3", "float32", True, marks=pytest.mark.slow),
         ("qwen3", "bfloat16", False),
     ],
 )

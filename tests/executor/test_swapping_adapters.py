@@ -42,13 +42,13 @@ def stirred(one: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "dtype", "tied", "tune"),
     [
-        ("llama", "float32", False, {}),
+        pytest.param("llama", "float32", False, {}, marks=pytest.mark.slow),
         ("llama", "bfloat16", True, {}),
-        ("qwen3", "float32", True, {"quantize": "nf4"}),
-        ("llama", "bfloat16", False, {"quantize": "nf4"}),
+        pytest.param("qwen3", "float32", True, {"quantize": "nf4"}, marks=pytest.mark.slow),
+        pytest.param("llama", "bfloat16", False, {"quantize": "nf4"}, marks=pytest.mark.slow),
         ("llama", "float32", False, {"dora": True}),
         ("llama", "float32", False, {"targets": ("q_proj", "down_proj"), "rslora": True}),
-        ("llama", "bfloat16", False, {"also": ("embeddings", "head", "norms")}),
+        pytest.param("llama", "bfloat16", False, {"also": ("embeddings", "head", "norms")}, marks=pytest.mark.slow),
         ("qwen3", "float32", False, {"also": ("embeddings", "norms"), "quantize": "nf4"}),
     ],
 )
@@ -101,8 +101,15 @@ def test_a_frozen_embedding_that_begins_the_model_is_not_loaded_for_a_backward_p
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tune", [{}, {"quantize": "nf4"}])
+@pytest.mark.parametrize(
+    ("dtype", "tune"),
+    [
+        ("bfloat16", {}),
+        pytest.param("float32", {"quantize": "nf4"}, marks=pytest.mark.slow),  # quickly in tests/planner/test_memory.py
+        pytest.param("float32", {}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", {"quantize": "nf4"}, marks=pytest.mark.slow),
+    ],
+)
 def test_device_memory_is_what_the_plan_says_and_the_base_lies_in_the_host_once(
     tmp_path: Path, dtype: str, tune: dict[str, Any]
 ) -> None:

@@ -70,7 +70,7 @@ def test_stages_train_the_adapters_of_the_whole_and_hold_the_weights_of_the_base
     assert not targets or all(any(target in name for target in targets) for name in names)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_frozen_weights_in_four_bits_compute_what_bitsandbytes_and_peft_compute(config: Config, dtype: str) -> None:
     torch.manual_seed(3)
     bnb, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")

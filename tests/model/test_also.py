@@ -22,6 +22,7 @@ from shoal.launcher.files import saved
 from shoal.model import analysis, stages
 from shoal.runtime.checkpoints import checkpoint
 
+_SLOW = pytest.mark.slow
 ALSO = ("embeddings", "head", "norms")
 OF_KIND = {"embeddings": ["embed_tokens"], "head": ["lm_head"], "norms": ["norm", "layernorm"]}
 
@@ -60,8 +61,15 @@ def trained(config: Config, folder: Path, steps: int = 3) -> Path:
     return Path(store.publish(steps, records, checkpoint.about(config, "", "")))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("also", [("norms",), ("embeddings",), ("head", "norms"), ALSO])
+@pytest.mark.parametrize(
+    ("also", "dtype"),
+    [
+        *((also, "float32") for also in (("norms",), ("embeddings",), ("head", "norms"))),
+        (ALSO, "bfloat16"),
+        *(pytest.param(also, "bfloat16", marks=_SLOW) for also in (("norms",), ("embeddings",), ("head", "norms"))),
+        pytest.param(ALSO, "float32", marks=_SLOW),
+    ],
+)
 def test_stages_train_them_in_fp32_and_hold_all_other_weights_as_before(
     config: Config, dtype: str, also: tuple[str, ...]
 ) -> None:
