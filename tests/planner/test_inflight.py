@@ -126,7 +126,7 @@ def test_one_stage_and_local_steps_have_nothing_to_choose() -> None:
     assert not inflight.is_free(keeping(local_steps=4)) and not inflight.is_free(problem())
 
 
-@pytest.mark.parametrize("seed", [2, 5, 104])
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 5, 104])
 def test_with_a_free_number_a_what_if_is_never_worse_than_the_plan(seed: int) -> None:
     given = inflight.fixed(relaxed.drawn(seed), 0)
     given = msgspec.structs.replace(given, kept_activations=2)

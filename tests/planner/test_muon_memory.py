@@ -35,7 +35,9 @@ def test_a_plan_counts_one_moment_less_and_a_step_that_takes_more() -> None:
     assert late[1].device_bytes - late[0].device_bytes == pytest.approx(1.015 * more)
 
 
-@pytest.mark.parametrize("shape", [(512, 512), (300, 2000), (2000, 300), (1200, 1200)])
+@pytest.mark.parametrize(
+    "shape", [(512, 512), (300, 2000), (2000, 300), pytest.param((1200, 1200), marks=pytest.mark.slow)]
+)
 def test_a_step_takes_what_is_planned_at_most(shape: tuple[int, int]) -> None:
     values, gradient, momentum = torch.randn(shape), torch.randn(shape), torch.zeros(shape)
     with Allocations() as allocations:

@@ -81,7 +81,7 @@ def test_a_what_if_is_never_worse_than_the_plan_whatever_may_be_chosen(seed: int
     more_machines_never_give_a_slower_plan(problem, decide(problem), decide)
 
 
-@pytest.mark.parametrize("change", ["memory=2x", "peers=2x"])
+@pytest.mark.parametrize("change", ["memory=2x", pytest.param("peers=2x", marks=pytest.mark.slow)])
 def test_a_what_if_begins_with_the_plan_and_with_what_it_has_chosen(change: str) -> None:
     problem, decide = drawn(104), search(0, ("int8",))
     plan, changed = decide(problem), what_if(problem, change)
@@ -120,7 +120,13 @@ def more_machines_never_give_a_slower_plan(problem: Problem, plan: Plan, decide:
 
 
 @pytest.mark.parametrize(
-    "change", ["bandwidth=0.5x", "delay=2x", "memory=0.9x", "peers=1", "speed=1 TFLOP/s", "microbatches=2x"]
+    "change",
+    [
+        "peers=1",
+        "speed=1 TFLOP/s",
+        *(pytest.param(change, marks=pytest.mark.slow) for change in ("bandwidth=0.5x", "delay=2x", "memory=0.9x")),
+        pytest.param("microbatches=2x", marks=pytest.mark.slow),
+    ],
 )
 def test_a_change_for_the_worse_or_of_the_work_is_planned_for_itself(change: str) -> None:
     problem = drawn(2)
