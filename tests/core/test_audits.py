@@ -205,7 +205,7 @@ def test_about_as_many_steps_are_audited_as_the_share_of_new_replicas_says() -> 
     assert 160 < count < 240
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.2])
 def test_old_replicas_are_audited_within_a_bound_at_any_step_and_seldom(share: float) -> None:
     """Whoever lies for so many steps is audited for certain; in less than half of the steps of a new one."""
     chance, longest = Drawn(), int(LONGEST / share)

@@ -21,7 +21,7 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm
 
 SEEDS = 40
-EVERY = 13  # calls of a function, of which one is looked at
+EVERY = 53  # calls of a function, of which one is looked at
 
 
 def pure(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ def a_case(kind: str, peers: int, seed: int = 0) -> Case:
     return msgspec.structs.replace(draw(scenario, seed), hostile=hostile)
 
 
-@pytest.mark.parametrize("peers", [6, 9])
+@pytest.mark.parametrize("peers", [6, pytest.param(9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MADE_UP)
 def test_who_computes_wrongly_is_evicted_and_nobody_else(kind: str, peers: int) -> None:
     outcome = Swarm(a_case(kind, peers)).run()

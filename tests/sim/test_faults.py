@@ -45,7 +45,9 @@ def test_a_large_group_is_struck_in_each_of_its_exchanges() -> None:
     struck = dict[str, int]()
     for seed in range(5):
         struck |= played(scenario, seed).context.struck
-    assert set(struck) == {"rows", "columns", "tellings"}
+        if set(struck) == {"rows", "columns", "tellings"}:
+            return
+    pytest.fail(f"only {struck}")
 
 
 @pytest.mark.slow

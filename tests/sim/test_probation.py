@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -12,7 +13,8 @@ from shoal.sim.scenarios.catalogue import SCENARIOS
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm
 
-SEEDS = range(6)
+SEEDS = (0, 1, 5, 2, 4, 3)
+LONG = (4, 3)
 
 
 def shares(seed: int) -> Iterator[tuple[int, int, int]]:
@@ -31,14 +33,19 @@ def shares(seed: int) -> Iterator[tuple[int, int, int]]:
                 yield sum(theirs), count, sum(indices > 0 for indices in theirs)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@cache
+def usual_shares(seed: int) -> list[tuple[int, int, int]]:
+    return list(shares(seed))
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed in LONG else ()) for seed in SEEDS])
 def test_sybils_add_a_third_at_most(seed: int) -> None:
-    for added, count, _ in shares(seed):
+    for added, count, _ in usual_shares(seed):
         assert added <= -(-count // THIRD)
 
 
 def test_they_get_something_and_would_get_more_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any(serving >= 2 and added >= 2 for seed in SEEDS for added, _, serving in shares(seed))
+    assert any(serving >= 2 and added >= 2 for seed in SEEDS for added, _, serving in usual_shares(seed))
     really = Routes.on_view
     monkeypatch.setattr(Routes, "on_view", lambda self, members, now, new_keys=(): really(self, members, now))
     assert any(added > -(-count // THIRD) for seed in SEEDS for added, count, _ in shares(seed))

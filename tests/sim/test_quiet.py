@@ -10,7 +10,8 @@ from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm, simulate
 
-CASES = (("chaos", 7), ("strangers", 3), ("texts", 2), ("lines", 5))
+_SLOW = pytest.mark.slow
+CASES = (("chaos", 7), ("strangers", 3), pytest.param("texts", 2, marks=_SLOW), pytest.param("lines", 5, marks=_SLOW))
 
 
 @pytest.mark.parametrize(("scenario", "seed"), CASES)
