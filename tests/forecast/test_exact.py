@@ -47,8 +47,8 @@ def test_both_forecasts_count_the_same_egress() -> None:
     given = a_job(6)
     seats = msgspec.structs.replace(given.seats, tokens_bytes=1e5)  # as many as half a boundary tensor
     job = msgspec.structs.replace(given, seats=seats, state_bytes=(3e8, 3e8))
-    for changes in ((), (Presence(60.0, 1, False), Presence(90.0, 1, True), Presence(200.0, 2, False))):
-        exact, aggregated = both(job, always(6, *changes), 300.0)
+    for changes in ((), (Presence(30.0, 1, False), Presence(45.0, 1, True), Presence(100.0, 2, False))):
+        exact, aggregated = both(job, always(6, *changes), 150.0)
         each_s = [one.sent_bytes[0] - 3e8 * bool(changes) for one in (exact, aggregated)]
         per_step = [nbytes / one.steps for nbytes, one in zip(each_s, (exact, aggregated), strict=True)]
         assert per_step[1] == pytest.approx(per_step[0], rel=0.03)
@@ -89,8 +89,8 @@ def test_pairs_and_lines_are_the_jobs_own() -> None:
     for slow in (far, thick):
         step = Played(slow)(np.array(slow.stage_of))
         assert step is not None
-        steps = forecast_exact(slow, always(4), 0.0, 400.0, 0).steps
-        assert steps < 2 * near and steps == pytest.approx(400.0 / step.step_s, rel=0.15)
+        steps = forecast_exact(slow, always(4), 0.0, 200.0, 0).steps
+        assert steps < near and steps == pytest.approx(200.0 / step.step_s, rel=0.15)
 
 
 def test_planned_routes_of_one_stage_are_followed_by_message() -> None:

@@ -78,9 +78,9 @@ def test_without_churn_every_step_takes_what_the_planner_predicts() -> None:
 
 def test_all_of_the_time_is_accounted_for() -> None:
     job = a_job()
-    history = play(job, list(presences(Churn(life_s=1200.0), job.machines, 6 * HOUR_S, 3)), 6.0)
+    history = play(job, list(presences(Churn(life_s=1200.0), job.machines, 3 * HOUR_S, 3)), 3.0)
     parts = [getattr(history.parts, part) for part in Parts.__struct_fields__]
-    assert min(parts) >= 0 and sum(parts) == pytest.approx(6 * HOUR_S) and history.deaths > 50
+    assert min(parts) >= 0 and sum(parts) == pytest.approx(3 * HOUR_S) and history.deaths > 25
 
 
 def test_a_death_is_detected_first_and_its_share_is_computed_again() -> None:
@@ -183,11 +183,11 @@ def test_sums_are_those_of_playing_where_all_or_half_of_the_planned_machines_are
 
 def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:
     """A cluster file that names its pairs leaves the diagonal at 0."""
-    given = a_job(40, 4)
-    devices = tuple(Device(name="", flops=1.0 + slot, up_Bps=25e6, down_Bps=25e6) for slot in range(40))
-    off = ~np.eye(40, dtype=bool)
-    machines = Machines(devices, tuple(range(40)), 0.02 * off, 1e9 * off)
-    seconds = {name: np.repeat(getattr(given, name), 40, axis=0) for name in ("forward_s", "backward_s")}
+    given = a_job(20, 2)
+    devices = tuple(Device(name="", flops=1.0 + slot, up_Bps=25e6, down_Bps=25e6) for slot in range(20))
+    off = ~np.eye(20, dtype=bool)
+    machines = Machines(devices, tuple(range(20)), 0.02 * off, 1e9 * off)
+    seconds = {name: np.repeat(getattr(given, name), 20, axis=0) for name in ("forward_s", "backward_s")}
     job = msgspec.structs.replace(given, machines=machines, **seconds)
     alike, unlike = (Aggregated(each)(np.array(given.stage_of)) for each in (given, job))
     assert alike is not None and unlike is not None
@@ -195,8 +195,8 @@ def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:
 
 
 def test_a_large_fleet_with_delayed_updates_hides_its_averaging() -> None:
-    given = a_job(40, 4)
-    wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 4)  # half as long as is computed
+    given = a_job(20, 2)
+    wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 2)  # half as long as is computed
     jobs = [
         msgspec.structs.replace(given, seats=msgspec.structs.replace(wide, staleness=staleness)) for staleness in (0, 1)
     ]

@@ -94,14 +94,17 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
     assert all(torch.equal(one.reduced(7), wanted) for one in groups_of_tensors)
 
 
-@pytest.mark.parametrize("how", ["bf16", "int8"])
 @pytest.mark.parametrize(
-    ("replicas", "piece_values", "line_rates"),
+    ("how", "replicas", "piece_values", "line_rates"),
     [
-        (18, 0, ()),
-        pytest.param(24, 2100, (), marks=pytest.mark.slow),  # pieces are quick with five
-        (5, 0, UNLIKE),
-        (5, 2100, UNLIKE),
+        ("bf16", 18, 0, ()),
+        ("int8", 18, 0, ()),
+        ("bf16", 5, 0, UNLIKE),
+        ("int8", 5, 0, UNLIKE),
+        ("bf16", 5, 2100, UNLIKE),
+        pytest.param("int8", 5, 2100, UNLIKE, marks=pytest.mark.slow),
+        pytest.param("bf16", 24, 2100, (), marks=pytest.mark.slow),
+        pytest.param("int8", 24, 2100, (), marks=pytest.mark.slow),
     ],
 )
 def test_replicas_agree_on_codes_and_feed_back_what_all_of_them_left_out(

@@ -272,7 +272,7 @@ def test_a_round_takes_no_more_memory_than_it_may(
         swarm = Swarm(
             changed(
                 TINY,
-                run=changed(TINY.run, stages=1, steps=2, averaging_memory_bytes=round_bytes),
+                run=changed(TINY.run, stages=1, steps=1, averaging_memory_bytes=round_bytes),
                 model=changed(TINY.model, hidden_size=32, layers=4),
                 train=changed(TINY.train, local_steps=local_steps, local_batch=2 if local_steps > 1 else 0),
             ),

@@ -109,8 +109,15 @@ def test_a_gate_admits_whom_its_kind_admits(
     assert (c.received(6002) == f"{host} {port}") == same_port
 
 
-@pytest.mark.parametrize(("reset", "end"), [(False, "TimeoutError"), (True, "ConnectionResetError")])
-@pytest.mark.parametrize("kind", ["open", "port-restricted"])
+@pytest.mark.parametrize(
+    ("kind", "reset", "end"),
+    [
+        ("open", False, "TimeoutError"),
+        ("port-restricted", True, "ConnectionResetError"),
+        pytest.param("open", True, "ConnectionResetError", marks=pytest.mark.slow),
+        pytest.param("port-restricted", False, "TimeoutError", marks=pytest.mark.slow),
+    ],
+)
 def test_an_idle_connection_is_forgotten(real: ModuleType, kind: str, reset: bool, end: str) -> None:
     topology = real.Topology(("a", "b"), gate=(real.GateRule("a", kind, idle="500 ms", reset=reset),))
     with real.Lab(topology) as open_lab:
