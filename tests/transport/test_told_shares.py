@@ -7,7 +7,7 @@ import math
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 
 import pytest
@@ -20,7 +20,7 @@ from shoal.transport.congestion.shares import LEAST_BPS, Share, Shares
 from shoal.transport.identity.identity import Identity
 from shoal.transport.streams import uplink
 from shoal.transport.streams.uplink import PACE, SO_MAX_PACING_RATE, Sent, Uplink
-from shoal.transport.wire import share, share_told
+from shoal.transport.wire import TOLD_BYTES, share, share_told
 
 assert held  # a fixture
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was acknowledged, and paces")
@@ -66,6 +66,7 @@ def test_a_sender_follows_what_its_receiver_tells(tells: dict[Peer, float], monk
             while sent.share_Bps != least_Bps and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             assert sent.share_Bps == least_Bps, "no receiver stops a sender for good"
+            assert len(cast(Any, sent.hear).__self__._told) < TOLD_BYTES, "what was read is not kept"
 
     asyncio.run(story())
 
@@ -113,6 +114,16 @@ def test_what_a_sender_does_not_read_is_not_told_for_ever(tells: dict[Peer, floa
             assert len(cast(Any, tell).__self__._untold) < 100
             other.send(victim.name, *tensor(0))
             assert await indices(victim, 1) == [0]
+            words, channel = b"", cast(Any, tell).__self__
+            assert channel._untold
+            while channel._untold:  # the system took part of a record, and later shares came: the rest goes first
+                words += sock.recv(1 << 16)
+                tell(share_told(1e6))
+            sock.settimeout(0.5)
+            with suppress(TimeoutError):
+                while True:
+                    words += sock.recv(1 << 16)
+            assert words and words == (share_told(1e6) * len(words))[: len(words)]
             sock.close()
 
     asyncio.run(story())
