@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.transport.congestion.shares import Report, Shares
-from shoal.transport.streams import uplink
 from shoal.transport.streams.channel import WRITE_BYTES
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
 from shoal.transport.streams.uplink import (
@@ -410,9 +409,10 @@ class Network:
         self.up = [Line(rates_Bps[0], buffer_s) for _ in hosts]
         self.down = [Line(rates_Bps[1], buffer_s) for _ in hosts]
         self.shares = {host: Shares() for host in hosts if sharing}
-        self.uplinks = [Uplink(self.shares[host].queue_s) if sharing else Uplink() for host in hosts]
+        self.uplinks = [
+            Uplink(self.shares[host].queue_s if sharing else lambda now: 0.0, clock=lambda: self.now) for host in hosts
+        ]
         self.flows: dict[tuple[int, int], Flow] = {}
-        uplink.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
 
     def at(self, when: float, act: Act) -> None:
         def acts(now: float) -> None:

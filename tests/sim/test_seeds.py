@@ -37,9 +37,8 @@ SEEDS = [
 ]
 FAILED_ONCE = [  # with the day it was found and what was wrong
     ("chaos", 207),  # 2026-11-21: a clock that jumped made every hop look slow, and the next deadline minutes long
-    pytest.param(
-        "chaos", 1090, marks=_SLOW
-    ),  # 2026-11-21: back at the checkpoint, everyone waited for the slowest peer
+    # 2026-11-21: back at the checkpoint, everyone waited for the slowest peer
+    pytest.param("chaos", 1090, marks=_SLOW),
     ("chaos", 6528),  # 2026-11-21: the same, and the slowest was the leader
     ("chaos", 5552),  # 2026-11-21: a member put out and taken back within a step; who missed a view kept its void books
 ]

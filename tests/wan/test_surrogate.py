@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shoal.transport.streams import uplink
-
 DELAY_S = [[0.0, 0.05, 0.05], [0.05, 0.0, 0.05], [0.05, 0.05, 0.0]]
 RATES_Bps = (6.25e6, 6.25e6)  # 50 Mbit/s
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A network sets the clock of the windows; it is the machine's again afterwards."""
-    monkeypatch.setattr(uplink, "time", uplink.time)
-    yield
 
 
 class Events:

@@ -71,9 +71,11 @@ class Uplink:
 
     Where the system does not say what was acknowledged, nothing is limited."""
 
-    def __init__(self, down_queue_s: Callable[[float], float] = lambda now: 0.0) -> None:
-        """`down_queue_s`: in this machine's downlink, now: acknowledgements wait there."""
-        self._down_queue_s = down_queue_s
+    def __init__(
+        self, down_queue_s: Callable[[float], float] = lambda now: 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`down_queue_s`: in this machine's downlink, now: acknowledgements wait there. `clock`: the engine's seconds."""
+        self._down_queue_s, self._clock = down_queue_s, clock
         self._window = UplinkWindow()
         self._sent: dict[Connection, Sent] = {}
         self._waiting: deque[Connection] = deque()
@@ -94,7 +96,7 @@ class Uplink:
         """Its receiver has said what part of its line this connection may use."""
         sent = self._sent.get(connection)
         if sent is not None:
-            now = time.monotonic()
+            now = self._clock()
             sent.share_Bps, sent.share_until = max(rate_Bps, LEAST_BPS), now + SHARE_S
             self._pace(connection, sent, now)
 
@@ -103,7 +105,7 @@ class Uplink:
         sent = self._sent.get(connection)
         if sent is None:
             return Report(left_bytes, math.inf, math.inf)
-        return Report(left_bytes, self._left_Bps(sent, time.monotonic()), sent.queue_s)
+        return Report(left_bytes, self._left_Bps(sent, self._clock()), sent.queue_s)
 
     def _pace(self, connection: Connection, sent: Sent, now: float) -> float:
         """No faster than its receiver's line and this machine's allow beside the others. Returns that."""
@@ -136,7 +138,7 @@ class Uplink:
                     nbytes = connection.sock.send(data[:most])
                 except BlockingIOError:
                     self._end_turn(connection)
-                    connection.resume_at = time.monotonic() + LOOK_S
+                    connection.resume_at = self._clock() + LOOK_S
                     yield WaitFor.WRITE
                     continue
                 data = data[nbytes:]
@@ -149,7 +151,7 @@ class Uplink:
             self._end_turn(connection)
 
     def _hear(self, connection: Connection) -> None:
-        sent, now = self._sent.get(connection), time.monotonic()
+        sent, now = self._sent.get(connection), self._clock()
         if sent is None or now - sent.heard_at < HEAR_S:
             return
         sent.heard_at = now
@@ -161,7 +163,7 @@ class Uplink:
         """0: it is not this connection's turn, and it is woken then; or there is no room, and it looks again soon."""
         if connection not in self._sent:
             return QUANTUM_BYTES
-        now = time.monotonic()
+        now = self._clock()
         if now - self._measured_at >= MEASURE_S:
             self._measure(now)
         path_room = self._path_room_bytes(connection)
@@ -240,7 +242,7 @@ class Uplink:
 
     def watch(self, connection: Connection) -> None:
         """It has nothing to write. What it has written may stand."""
-        sent, now = self._sent.get(connection), time.monotonic()
+        sent, now = self._sent.get(connection), self._clock()
         if sent is not None and sent.written_bytes > sent.delivered_bytes:
             connection.resume_at = now + WATCH_S
             if now - self._measured_at >= MEASURE_S:
