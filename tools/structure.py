@@ -90,7 +90,7 @@ class Package:
         return [
             Class(module, node)
             for module, tree in self.trees.items()
-            for node in ast.walk(tree)
+            for node in _statements(tree)
             if isinstance(node, ast.ClassDef)
         ]
 
@@ -104,7 +104,7 @@ class Package:
         return {
             (module, alias.asname or alias.name): f"{node.module.removeprefix(f'{self.folder.name}.')}.{alias.name}"
             for module, tree in self.trees.items()
-            for node in ast.walk(tree)
+            for node in _statements(tree)
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
         }
@@ -229,7 +229,7 @@ def _function_lines(package: Package) -> dict[str, int]:
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for node in ast.iter_child_nodes(tree):
+    for node in _inner_statements(tree):
         inner = prefix
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{prefix}.{node.name}"
@@ -359,6 +359,20 @@ def _occurrences(word: str, text: str) -> int:
 
 
 # -------------------------------------------------------------------------------------------------------------- syntax
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below, and the handlers and cases that statements stand in; expressions are most of a tree and hold none."""
+    for node in _inner_statements(tree):
+        yield node
+        yield from _statements(node)
+
+
+def _inner_statements(node: ast.AST) -> Iterator[ast.AST]:
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+        inner = getattr(node, block, ())
+        if isinstance(inner, list):  # the body of a lambda or of a conditional expression is an expression
+            yield from inner
 
 
 def _last_name(node: ast.AST) -> str:

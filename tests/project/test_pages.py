@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,7 +84,7 @@ def test_lists_and_tables_stand_apart_from_the_paragraph_before(page: Path) -> N
 def test_operations_quotes_only_messages_that_the_code_prints() -> None:
     """Three words of four of a quoted message are literal text of the code; names and numbers are not looked for."""
     table = (DOCS / "operations.md").read_text().split("## What the events mean")[1].split("\n## ")[0]
-    known = list(_messages(ROOT / "src" / "shoal"))
+    known = _messages(ROOT / "src" / "shoal")
     quoted = [
         quote for row in re.findall(r"^\| \w+ \| (.*?) \|", table, re.M) for quote in re.findall(r"`([^`]+)`", row)
     ]
@@ -93,18 +92,25 @@ def test_operations_quotes_only_messages_that_the_code_prints() -> None:
     assert [quote for quote in quoted if _literal(quote, known) < 0.75] == []
 
 
-def _messages(source: Path) -> Iterator[re.Pattern[str]]:
-    """Every text in the code, formatted or not: its literal parts as groups, in their order."""
-    for path in sorted(source.rglob("*.py")):
+def _messages(source: Path) -> set[tuple[str, ...]]:
+    """The literal parts of every text in the code, formatted or not, in their order."""
+    texts = set()
+    for path in source.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             values = node.values if isinstance(node, ast.JoinedStr) else [node]
             parts = [one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             if sum(len(part.strip()) for part in parts) >= 5:
-                yield re.compile(".*?".join(f"({re.escape(part)})" for part in parts))
+                texts.add(tuple(parts))
+    return texts
 
 
-def _literal(quote: str, known: list[re.Pattern[str]]) -> float:
-    spans = [match.span(group + 1) for one in known if (match := one.search(quote)) for group in range(one.groups)]
+def _literal(quote: str, known: set[tuple[str, ...]]) -> float:
+    # A pattern for each text of the code would be thousands to compile.
+    patterns = [
+        ".*?".join(f"({re.escape(part)})" for part in parts) for parts in known if all(part in quote for part in parts)
+    ]
+    matches = [match for pattern in patterns if (match := re.search(pattern, quote))]
+    spans = [span for match in matches for span in match.regs[1:]]
     words = [word.span() for word in re.finditer(r"[A-Za-z]{2,}", quote)]
     return sum(any(begin <= word[0] and word[1] <= end for begin, end in spans) for word in words) / len(words)
 
