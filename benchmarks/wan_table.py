@@ -36,9 +36,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs/wan.md"
 BEGIN, END = "<!-- table: wan_table.py -->\n\n", "\n<!-- end of the table -->"
 HOPS_S = 25.0  # that the bound of a step takes: filling and draining are a tenth of it
 AVERAGING_S = 5.0
-CARRIED_BPS = (
-    80e6  # by two cores, on all hosts' lines together while they average: of more the processor would be measured
-)
+# By two cores, on all hosts' lines together while they average: of more the processor would be measured
+CARRIED_BPS = 80e6
 TARGETS = {"bulk": 0.95, "p99": 1.5, "hops": 0.92, "averaging": 0.9, "state": 0.05, "join": 8.0}
 LOWER = ("p99", "join")
 HOPS_OF_REGIONS = 0.85
