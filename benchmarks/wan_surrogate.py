@@ -151,7 +151,7 @@ def measure(name: str, transport: str, seed: int, steps: int, inflight: int) -> 
     with contextlib.ExitStack() as stack:
         if transport == "unlimited":
             for window in (PathWindow, UplinkWindow):
-                stack.enter_context(mock.patch.object(window, "room_bytes", lambda self, outstanding_bytes: MOST_BYTES))
+                stack.enter_context(mock.patch.object(window, "room_bytes", lambda self, *nbytes: MOST_BYTES))
         play = Lab(seats, cluster, seed, carrier)
         parts = Parts(play.carrier, hosts) if isinstance(play.carrier, Network) else None
         start, seconds = START_S, []

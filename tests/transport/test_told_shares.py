@@ -89,7 +89,7 @@ def test_a_share_that_is_not_told_again_is_forgotten(tells: dict[Peer, float], m
             a.send(b.name, *tensor(0))
             assert await indices(b, 1) == [0]
             _, sent = only(a._sender._uplink)
-            sent.share_Bps, sent.share_until = 1e6, time.monotonic() - 1
+            sent.share_Bps, sent.share_until, sent.heard_at = 1e6, time.monotonic() - 1, 0.0
             a.send(b.name, *tensor(1))
             assert await indices(b, 1) == [1]
             assert math.isinf(sent.share_Bps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import pytest
 
 from shoal.transport.congestion.windows import (
+    FIRST_BYTES,
     FOREIGN_S,
     LEAST_WINDOW_BYTES,
     RATES_S,
@@ -16,6 +18,7 @@ from shoal.transport.congestion.windows import (
     Acknowledged,
     UplinkWindow,
 )
+from shoal.transport.streams.uplink import Info, Sent, outstanding_bytes
 
 MB = 1e6
 PIECE_BYTES = 16 << 10
@@ -31,6 +34,7 @@ class Uplink:
         self.foreign_s = 0.0
         self.late_s = 0.0  # for which bytes wait unsent, or until they are sent again: no round trip shows it
         self.now = self.free = 0.0  # `free`: when all that was sent has left
+        self.most_wait_s = 0.0
         self.outstanding = 0
         self._sent: deque[tuple[float, int, float]] = deque()  # when acknowledged, by whom, its round trip
 
@@ -53,6 +57,7 @@ class Uplink:
                 self.outstanding -= PIECE_BYTES
                 arrived += PIECE_BYTES
             self.window.acknowledged(lately, self.now)
+        self.most_wait_s = max(waits)
         return arrived / seconds / MB, sum(waits) / len(waits)
 
 
@@ -73,24 +78,67 @@ def test_a_line_is_filled_and_control_waits_for_the_allowance(rate_MBps: float, 
     assert line.window.busy.rate_Bps(line.now) == pytest.approx(rate_MBps * MB, rel=0.2), "and so it is known"
 
 
+@pytest.mark.parametrize(("rate_MBps", "trip_s"), [(25, 0.1), (25, 0.02), (12, 0.2)])
+def test_a_new_line_is_full_soon_and_control_waits_a_round_trip_at_most(rate_MBps: float, trip_s: float) -> None:
+    """With a window that doubled it was full after 17 round trips: what was allowed last is delivered a round later, and looked like the
+    most that the line carries."""
+    line = Uplink(rate_MBps * MB, trip_s)
+    full_s = max(0.0, math.log(rate_MBps * MB * trip_s / FIRST_BYTES) / math.log(1.4)) * trip_s
+    line.run(full_s + 4 * trip_s)
+    assert line.most_wait_s < 0.75 * trip_s + allowed_s(trip_s)
+    got_MBps, _ = line.run(4 * trip_s)
+    assert got_MBps > 0.9 * rate_MBps
+
+
+def test_a_part_of_a_look_does_not_open_it() -> None:
+    """A rate of one round trip counts bytes of a look too many, and the highest is believed for ten seconds."""
+    line = Uplink(2.5 * MB, 0.1)
+    line.run(5.0)
+    _, wait_s = line.run(10.0)
+    assert wait_s < 0.9 * allowed_s(0.1)
+
+
+def test_a_change_that_shows_late_is_not_made_twice() -> None:
+    line = Uplink(25 * MB, 0.1)
+    line.late_s = 0.02
+    line.run(5.0)
+    got_MBps, _ = line.run(10.0)
+    assert got_MBps > 0.99 * 25 and line.most_wait_s < 1.5 * allowed_s(0.1)
+
+
+def test_bytes_that_the_system_holds_back_do_not_open_it() -> None:
+    """A receiver's share is less than the line: when it became more, all that waited left at once."""
+    sizes = []
+    for unsent_bytes in (0, 128 << 10):
+        line = Uplink(2.5 * MB, 0.1)
+        line.run(3.0)
+        line.rate_Bps = 2 * MB  # there is no queue, as the system sends no faster than that
+        for _ in range(20):
+            line.window.room_bytes(line.window.size_bytes, unsent_bytes)
+            line.now += 0.1
+            line.window.acknowledged([Acknowledged(200_000, 0.1, 0.1)], line.now)
+        sizes.append(line.window.size_bytes)
+        assert line.window.busy.rate_Bps(line.now) > 1.5 * MB, "what the line carries is known all the same"
+    assert sizes[1] < 1.5 * 2.5 * MB * 0.1 < sizes[0]
+
+
 def test_bytes_that_are_sent_again_do_not_close_it() -> None:
     """With 1 % loss one connection had 0.6 of its rate: its window followed its rate, and its rate its window."""
     line = Uplink(25 * MB, 0.1)
     line.late_s = 0.06
     line.run(60.0)
     got_MBps, wait_s = line.run(5.0)
-    assert got_MBps > 0.95 * 25 and wait_s < 2 * allowed_s(0.1)
+    assert got_MBps > 0.94 * 25 and wait_s < 2 * allowed_s(0.1)
 
 
 def test_a_line_that_becomes_slower_is_not_flooded_and_one_that_becomes_faster_is_used() -> None:
     line = Uplink(25 * MB, 0.1, 0.1)
     line.run(3.0)
     line.rate_Bps = 5 * MB
-    line.run(
-        RATES_S + 2 * FOREIGN_S
-    )  # at first what it has measured still counts, and its own queue looks like another's
+    line.run(1.5 * RATES_S)  # what it has measured counts for so long
     got_MBps, wait_s = line.run(3.0)
     assert got_MBps > 0.95 * 5 and wait_s < 1.5 * allowed_s(0.1)
+    assert line.window.size_bytes < 1.3 * 5 * MB * 0.1
     line.rate_Bps = 25 * MB
     line.run(3.0)
     got_MBps, _ = line.run(3.0)
@@ -120,3 +168,32 @@ def test_it_does_not_grow_while_it_is_not_used() -> None:
         window.acknowledged([Acknowledged(1000, 0.1, 0.1)], index * 0.1)
     assert window.size_bytes < 1 << 20
     assert window.busy.rate_Bps(100.0) == 0.0, "what a line carries that is not full says nothing of it"
+
+
+@pytest.mark.parametrize(
+    ("trips_s", "last_s", "outstanding"),
+    [((0.2,), math.inf, 1.0), ((0.2, 0.1), 0.05, 1.5), ((0.2, 0.2), 0.05, 1.5), ((0.2, 0.2), math.inf, 2.0)],
+)
+def test_bytes_in_the_line_of_one_receiver_leave_room(
+    trips_s: tuple[float, ...], last_s: float, outstanding: float
+) -> None:
+    """Of one connection nothing says where its bytes wait; what all wait, now and in the last round, is here. Each has 1 MB on its way, of
+    0.1 s without a queue."""
+    ways = [(Sent(0), Info(700, 0, int(1e6 * trip_s), 0, 0, 100_000, 0, 0)) for trip_s in trips_s]
+    for sent, _ in ways:
+        sent.written_bytes = 1_000_000
+    assert outstanding_bytes(ways, last_s) == pytest.approx(outstanding * MB)
+
+
+def test_a_line_that_was_not_used_for_long_and_is_faster_now_is_full_soon() -> None:
+    """What it carried has been forgotten."""
+    line = Uplink(25 * MB, 0.1)
+    line.run(5.0)
+    for _ in range(200):
+        line.now += 0.1
+        line.window.acknowledged([Acknowledged(10_000, 0.1, 0.1)], line.now)
+    line.free, line.outstanding, line.rate_Bps = line.now, 0, 100 * MB
+    line._sent.clear()
+    line.run(0.8)
+    got_MBps, _ = line.run(0.5)
+    assert got_MBps > 0.9 * 100

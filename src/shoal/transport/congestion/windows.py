@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.transport.congestion.busy_rate import BusyRate
@@ -34,20 +34,24 @@ LEAST_BYTES = 16 << 10  # that are worth a call of the system
 # Of queue: a time, and a part of the round trip; a busy machine writes late
 UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = 0.01, 1 / 10
 ROUND_S = 0.02  # at least
+START_GROWTH = 1.5  # of the window in a round trip, until there is a queue for the first time
 STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
 MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
+RATE_ROUNDS = 3  # that make a rate: the looks are some milliseconds apart, and bytes come late together
 RATES_S = 10.0  # whose highest rate counts: others' bursts in a receiver's downlink pass in this time
 RESTART_ROUNDS = 2  # round trips in which a way could have carried more
 RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
 SHORT, SHORT_S = 0.9, 0.1  # of a receiver's share, and between two restarts for it
 ROOMY = 0.75  # of the window
+HELD, HELD_BYTES = 1 / 8, 32 << 10  # of the window, or more, that the system holds back
 LONG_ROUND = 3.0  # times what a round takes at least
 # Of queue on one way. Acknowledgements wait in the receiver's uplink and in this machine's downlink, which no window of this way empties
 PATH_ALLOWED_S = 0.1
 QUEUED_BYTES = 64 << 10  # that every connection may have in a full way beside that: so they get as much as one another
 # Of the best rate, less than as many senders would leave, for so long and without a lost byte: what looks like a queue is a longer way
 POOR, POOR_S = 1 / 16, 10.0
-FOREIGN = 30  # rounds in which a queue has stayed, whatever this machine sent: it is not this machine's
+FOREIGN = 30  # rounds in which a queue has stayed: it may not be this machine's
+STAYS = 0.75  # of a queue: it has
 FOREIGN_S = 30.0  # after which that is looked at again
 
 
@@ -244,6 +248,14 @@ class PathWindow:
             self._steady = now, sample.delivered_bytes, sample.again
 
 
+class Trial(NamedTuple):
+    """Whether a queue is this machine's: it sends less until then, and had that queue before."""
+
+    until: float
+    queue_s: float
+    size_bytes: int
+
+
 class UplinkWindow:
     """How many bytes of all bulk connections of a machine together may be on their way: its rate times (base + allowance).
 
@@ -253,76 +265,115 @@ class UplinkWindow:
 
     def __init__(self) -> None:
         self.size_bytes = FIRST_BYTES
-        self._growth = FIRST_GROWTH
-        self._used = False  # all of the window was, in this round
+        self._starting = True  # there has been no queue yet
+        self._full = False  # all of the window was used, in this round
+        self._used = False  # and not by bytes that the system holds back
         self._round_s = (0.0, 0.0)  # when it began, and when it may end
         self._acknowledged: list[Acknowledged] = []  # in this round
         self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds that used the window
+        self._came: deque[tuple[int, float]] = deque(maxlen=RATE_ROUNDS)  # in the last rounds: bytes, seconds
         self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of the same
         self.queue_s = 0.0  # common to all connections, in the last round
         self.busy = BusyRate()
         # Of the queue: it belongs to others, or the way has become longer; and for how long
         self._foreign_s = self._foreign_until = 0.0
+        self._trial: Trial | None = None
+        self._trial_at = 0.0  # no earlier than that
 
     def is_roomy(self, outstanding_bytes: int) -> bool:
         """Far from full, beside those."""
         return outstanding_bytes < ROOMY * self.size_bytes
 
-    def room_bytes(self, outstanding_bytes: int) -> int:
-        """Bytes that may be sent beside those. 0: wait for acknowledgements."""
+    def room_bytes(self, outstanding_bytes: int, unsent_bytes: int = 0) -> int:
+        """Bytes that may be sent beside those. 0: wait for acknowledgements. `unsent_bytes` of them wait in the system, which holds them
+        back for a receiver: while they are many, it is not the window that is too small."""
         room = self.size_bytes - outstanding_bytes
         if room >= LEAST_BYTES:
             return room
-        self._used = True
+        self._full = True
+        if unsent_bytes <= max(HELD_BYTES, HELD * self.size_bytes):
+            self._used = True
         return 0
 
-    def acknowledged(self, lately: Iterable[Acknowledged], now: float) -> None:
+    def acknowledged(self, lately: Sequence[Acknowledged], now: float) -> None:
         self._acknowledged += lately
+        if self._starting and lately:
+            self._start(lately)
         if self._acknowledged and now >= self._round_s[1]:
             self._next_round(now)
+
+    def _start(self, lately: Sequence[Acknowledged]) -> None:
+        """Grow with what is delivered, as long as nothing waits: the size is START_GROWTH times what the line has carried, so that this is
+        the round trip of control at most when the line is full."""
+        base_s = lately[0].base_s
+        if min(each.trip_s - each.base_s for each in lately) > _allowed_s(base_s):
+            self._starting = False
+        elif self._used:
+            self.size_bytes += int((START_GROWTH - 1) * sum(each.nbytes for each in lately))
 
     def _next_round(self, now: float) -> None:
         nbytes = sum(each.nbytes for each in self._acknowledged)
         base_s = sum(each.base_s * each.nbytes for each in self._acknowledged) / nbytes
         self.queue_s = min(each.trip_s - each.base_s for each in self._acknowledged)
-        allowed_s = UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
+        allowed_s = _allowed_s(base_s)
         before_Bps = self._highest_Bps(now)
+        self._starting |= not self._rates_Bps  # what the line carries has been forgotten
         passed_s = now - self._round_s[0]
-        rate_Bps = nbytes / max(ROUND_S, passed_s)
-        if self._used and passed_s < LONG_ROUND * max(ROUND_S, base_s):  # else nothing was on its way for a part of it
+        if passed_s >= LONG_ROUND * max(ROUND_S, base_s):  # nothing was on its way for a part of it
+            self._came.clear()
+        elif self._full:
             self.busy.carried(nbytes, passed_s, now)
-        if self._used or rate_Bps > before_Bps:
+        self._came.append((nbytes, max(ROUND_S, passed_s)))
+        rate_Bps = sum(each for each, _ in self._came) / sum(seconds for _, seconds in self._came)
+        if self._full or rate_Bps > before_Bps:
             self._rates_Bps.append((now, rate_Bps))
-        self._look_for_others(allowed_s, now)
-        queue_s, base_s = self.queue_s - self._foreign_s, base_s + self._foreign_s
-        if queue_s > allowed_s or (self._used and rate_Bps < GROWTH * before_Bps):
-            self._growth = GROWTH
+        self._look_for_others(base_s, now)
+        if self._trial is not None:
+            self.size_bytes = self._trial.size_bytes
+        elif not self._starting:
+            self._follow(base_s + self._foreign_s, self.queue_s - self._foreign_s, allowed_s, now)
+        self._round_s = (now, now + max(ROUND_S, base_s))
+        self._acknowledged, self._full, self._used = [], False, False
+
+    def _follow(self, base_s: float, queue_s: float, allowed_s: float, now: float) -> None:
         room_s = base_s + allowed_s
         if queue_s < allowed_s / 2:
-            room_s = max(room_s, base_s * self._growth)
-        least_bytes = FIRST_BYTES if self._growth == FIRST_GROWTH else LEAST_WINDOW_BYTES
+            room_s = max(room_s, base_s * GROWTH)
         # Bytes that are sent again, or wait unsent, take longer than a round trip and no place in a queue
         factor = min(1.0, (base_s + allowed_s) / (base_s + queue_s))
+        if queue_s < 3 * allowed_s:
+            factor = (1 + factor) / 2  # the last change shows a round later
         if self._used and queue_s < allowed_s / 2:
             factor = STEP
-        most_bytes = MOST_TRIPS * self._highest_Bps(now) * (base_s + allowed_s)
+        most_bytes = max(self.size_bytes, MOST_TRIPS * self._highest_Bps(now) * (base_s + allowed_s))
         follows_queue = int(min(self.size_bytes * factor, most_bytes))
-        self.size_bytes = max(least_bytes, follows_queue, int(self._highest_Bps(now) * room_s))
-        self._round_s = (now, now + max(ROUND_S, base_s))
-        self._acknowledged, self._used = [], False
+        self.size_bytes = max(LEAST_WINDOW_BYTES, follows_queue, int(self._highest_Bps(now) * room_s))
 
     def _highest_Bps(self, now: float) -> float:
         while self._rates_Bps and self._rates_Bps[0][0] < now - RATES_S:
             self._rates_Bps.popleft()
         return max((rate_Bps for _, rate_Bps in self._rates_Bps), default=0.0)
 
-    def _look_for_others(self, allowed_s: float, now: float) -> None:
+    def _look_for_others(self, base_s: float, now: float) -> None:
+        """A queue that stays although half as much is sent is not this machine's."""
         self._foreign_s = min(self._foreign_s, self.queue_s)
         if now >= self._foreign_until:
             self._foreign_s, self._foreign_until = 0.0, now + FOREIGN_S
             self._queues_s.clear()
-        if self._used:
-            self._queues_s.append(self.queue_s)
-            if len(self._queues_s) == FOREIGN and min(self._queues_s) > self._foreign_s + 2 * allowed_s:
-                self._foreign_s, self._foreign_until = min(self._queues_s), now + FOREIGN_S
+        if self._trial is not None:
+            if now >= self._trial.until:
+                if self.queue_s > STAYS * self._trial.queue_s:
+                    self._foreign_s, self._foreign_until = self.queue_s, now + FOREIGN_S
+                self._trial, self._trial_at = None, now + FOREIGN_S
                 self._queues_s.clear()
+        elif self._used:
+            self._queues_s.append(self.queue_s)
+            stays = len(self._queues_s) == FOREIGN and min(self._queues_s) > self._foreign_s + 2 * _allowed_s(base_s)
+            if stays and now >= self._trial_at:
+                until = now + MOST_TRIPS * (base_s + self.queue_s)
+                self._trial = Trial(until, self.queue_s, max(LEAST_WINDOW_BYTES, self.size_bytes // 2))
+
+
+def _allowed_s(base_s: float) -> float:
+    """Of queue in this machine's line."""
+    return UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class Uplink:
         self._sent: dict[Connection, Sent] = {}
         self._waiting: deque[Connection] = deque()
         self._ranks = RankTurns()
-        self._outstanding_bytes = 0
+        self._outstanding_bytes = self._unsent_bytes = 0
         self._measured_at = 0.0
 
     @property
@@ -175,7 +175,7 @@ class Uplink:
             self._waiting.append(connection)
         if self._next() is not connection:
             return 0
-        room = min(path_room, self._window.room_bytes(self._outstanding_bytes))
+        room = min(path_room, self._window.room_bytes(self._outstanding_bytes, self._unsent_bytes))
         if not room:
             connection.resume_at = now + RESUME_S
         return min(room, PIECE_BYTES) if len(self._waiting) > 1 else room
@@ -201,7 +201,7 @@ class Uplink:
     def _measure(self, now: float) -> None:
         self._measured_at = now
         down_queue_s = self._down_queue_s(now)
-        self._outstanding_bytes, lately, infos = 0, list[Acknowledged](), list[tuple[Connection, Sent, Info]]()
+        lately, infos = list[Acknowledged](), list[tuple[Connection, Sent, Info]]()
         for connection, sent in list(self._sent.items()):
             if connection.closed:
                 del self._sent[connection]
@@ -218,13 +218,12 @@ class Uplink:
                     lately.append(Acknowledged(nbytes, trip_s, info.base_us / 1e6))
                     sent.delivered_bytes = info.delivered_bytes
                     _take_ahead(connection.sock, sent, info.rate_Bps)
-                if info.silent_ms / 1e3 < SILENT_S + 4 * info.trip_us / 1e6:
-                    # What waits in the line of a single receiver leaves room in this one
-                    own = min(1.0, (info.base_us + 1e6 * self._window.queue_s) / max(1, info.trip_us))
-                    self._outstanding_bytes += int(own * max(0, sent.written_bytes - info.delivered_bytes))
                 infos.append((connection, sent, info))
+        last_s = self._window.queue_s if len(self._sent) > 1 else math.inf
+        self._outstanding_bytes = outstanding_bytes(((sent, info) for _, sent, info in infos), last_s)
+        self._unsent_bytes = sum(info.unsent_bytes for _, _, info in infos)
         self._window.acknowledged(lately, now)
-        room = self._window.is_roomy(self._outstanding_bytes)
+        room = self._window.is_roomy(self._outstanding_bytes - self._unsent_bytes)
         for connection, sent, info in infos:
             waits, trip_s, base_s = info.unsent_bytes > 0, info.trip_us / 1e6, info.base_us / 1e6
             path = PathSample(info.delivered_bytes, trip_s, base_s, waits, room, info.again)
@@ -247,6 +246,18 @@ class Uplink:
             connection.resume_at = now + WATCH_S
             if now - self._measured_at >= MEASURE_S:
                 self._measure(now)
+
+
+def outstanding_bytes(ways: Iterable[tuple[Sent, Info]], last_s: float) -> int:
+    """In this machine's line. What all connections wait beyond their base, now and in the last round (`last_s`), is its queue; what one
+    waits beyond that is in the line of its receiver, and leaves room here. Of a single connection nobody can say: inf."""
+    heard = [(sent, info) for sent, info in ways if info.silent_ms / 1e3 < SILENT_S + 4 * info.trip_us / 1e6]
+    queue_us = min([1e6 * last_s, *(info.trip_us - info.base_us for _, info in heard)])
+    own = [min(1.0, (info.base_us + queue_us) / max(1, info.trip_us)) for _, info in heard]
+    return sum(
+        int(part * max(0, sent.written_bytes - info.delivered_bytes))
+        for part, (sent, info) in zip(own, heard, strict=True)
+    )
 
 
 def _fail_if_stuck(connection: Connection, sent: Sent, info: Info, now: float) -> None:
