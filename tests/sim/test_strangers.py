@@ -63,7 +63,8 @@ def test_what_they_complain_of_is_what_a_message_can_say(kind: Literal["faulty",
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(complaint), type=m.Complaint) == complaint
 
 
-@pytest.mark.parametrize("seed", (0, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5, 6))))
+# 3 is played where histories repeat.
+@pytest.mark.parametrize("seed", (0, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5, 6))))
 def test_several_who_mean_harm_do_none(seed: int) -> None:
     played("strangers", seed)
 
@@ -118,7 +119,7 @@ def test_a_forged_view_that_an_honest_peer_holds_is_a_violation() -> None:
 
 
 def test_hostile_histories_repeat() -> None:
-    first, second = (Swarm(draw(SCENARIOS["strangers"], 3)).run() for _ in range(2))
+    first, second = (played("strangers", 3) for _ in range(2))
     assert first == second and (first.wronged or first.evicted or first.struck)
 
 
