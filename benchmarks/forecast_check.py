@@ -25,6 +25,7 @@ from random import Random
 import msgspec
 import numpy as np
 
+from plays import from_others, print_spread, spread
 from report import at_most, parse, report
 from shoal.core.messages import Add, Apply, Cut, Fetch, Gather, Settings
 from shoal.forecasting.churn import Presence
@@ -217,12 +218,6 @@ def exact_s(case: Case, changes: Changes, play: int = 0) -> float:
     return swarm.watch.commits.times_s[-1] - began_s
 
 
-def from_others(plays: list[float]) -> list[float]:
-    """By how many percent each differs from the median of the others; none of one."""
-    rest = [statistics.median(plays[:at] + plays[at + 1 :]) for at in range(len(plays))] if len(plays) > 1 else []
-    return [abs(100 * (one / other - 1)) for one, other in zip(plays, rest, strict=False)]
-
-
 def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> float:
     first = [Presence(0.0, slot, True) for slot in range(len(job.stage_of))]
     run = Run(job, (Aggregated if aggregated else Played)(job), [*first, *(Presence(*one) for one in changes)], 0.0)
@@ -270,10 +265,7 @@ def main() -> None:
     for name, part in zip(("seen", "held out"), parts, strict=True):
         if part:
             print(f"{name}: median {statistics.median(part):.1f} %, worst {max(part):.1f} % of {len(part)} fleets")
-    if apart:
-        print(
-            f"one play from the median of the others: median {statistics.median(apart):.1f} %, worst {max(apart):.1f} %"
-        )
+    print_spread(apart)
     seen, held_out = parts
     report(
         "forecast_check",
@@ -284,7 +276,7 @@ def main() -> None:
             "worst_percent": round(max(held_out or seen), 2),
             "worst_target": WORST_PERCENT,
             "plays": args.plays,
-            "plays_apart": [round(statistics.median(apart), 2), round(max(apart), 2)] if apart else [],
+            "plays_apart": spread(apart),
             "seen": [round(statistics.median(seen), 2), round(max(seen), 2)] if seen else [],
             "fleets": {str(seed): round(error, 2) for seed, error in errors.items()},
         },
