@@ -185,6 +185,23 @@ def test_a_run_can_be_played_for_so_many_steps() -> None:
     assert len(run.watch.commits.times_s) == 3 and run.seconds > 0
 
 
+def test_a_run_that_was_played_goes_on_from_where_it_ended() -> None:
+    """It met each death and join again, and failed. What it says in between changes nothing, and neither do steps that it stops at."""
+    changes = always(4, Presence(40.0, 1, False), Presence(50.0, 1, True), Presence(90.0, 2, False))
+    job, seconds = a_job(4), list[float]()
+    whole, parted = (ExactRun(job, changes, 0.0, 0) for _ in range(2))
+    whole.play(150.0)
+    for horizon_s, steps in ((60.0, 1), (60.0, 2), (60.0, 2), (45.0, 99), (30.0, 99), (100.0, 99), (150.0, 99)):
+        parted.play(horizon_s, steps=steps)
+        seconds.append(parted.kernel.now)
+        parted.history(0, seconds[-1])
+    one, other = (run.history(0, 150.0) for run in (whole, parted))
+    assert seconds == sorted(seconds) and seconds[1] == seconds[2] < 45.0 and seconds[3:] == [45.0, 45.0, 100.0, 150.0]
+    assert (one.digest, one.steps, one.deaths, one.joins) == (other.digest, other.steps, 2, 5)
+    assert one.peer_hours == pytest.approx(other.peer_hours) and one.sent_bytes == other.sent_bytes
+    assert msgspec.structs.astuple(one.parts) == pytest.approx(msgspec.structs.astuple(other.parts))
+
+
 def test_the_command_reports_every_message_like_the_other_forecast(
     there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
