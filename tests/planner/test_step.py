@@ -325,3 +325,13 @@ def test_an_encoded_gradient_is_averaged_in_as_many_slices_as_it_has_values() ->
     line_s = 3 / 4 * (1 << 20) / 7e6  # one way
     assert raw_s == pytest.approx(2 * (line_s + 0.05), rel=0.02)
     assert encoded_s == pytest.approx(2 * line_s + 0.05, rel=0.02)
+
+
+def test_who_serves_another_stage_than_its_seats_owns_after_the_others() -> None:
+    """As members without a seat do, and their turns come first (core/leader/membership.py, core/trainer/turns.py)."""
+    given = seats((0, 1, 0, 1, 1), unseated=(0, 3))
+    assert given.seated == [2, 1, 4, 0, 3] and seats((0, 1, 0, 1, 1)).seated == [0, 2, 1, 3, 4]
+    played = Play(given, lines(5), np.random.default_rng(0))
+    played.run(24, 0.0)
+    first = {bar.microbatch: bar.device for bar in reversed(played.bars) if bar.forward and bar.stage == 0}
+    assert [first[index] for index in range(4)] == [0, 2, 0, 2]

@@ -37,6 +37,8 @@ class Seats(msgspec.Struct, frozen=True):
     line_rates: tuple[int, ...] = ()
     # Of TURNS, by device, that replicas with narrow lines have (core/leader/rules/lines.py); empty: all have all
     turns: tuple[int, ...] = ()
+    # Devices that serve another stage than their seat's, so that they hold none: they own after the others (core/leader/membership.py)
+    unseated: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -61,8 +63,10 @@ class Seats(msgspec.Struct, frozen=True):
 
     @property
     def seated(self) -> list[int]:
-        """Members in the order of a plan's seats: by stage."""
-        return sorted(self.members, key=lambda device: (self.stage_of[device], device))
+        """Members in the order of a plan's seats: by stage; then those that hold none."""
+        return sorted(
+            self.members, key=lambda one: (one in self.unseated, one not in self.unseated and self.stage_of[one], one)
+        )
 
     def replicas(self, stage: int) -> list[int]:
         return [device for device, own in enumerate(self.stage_of) if own == stage]
