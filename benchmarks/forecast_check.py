@@ -39,6 +39,7 @@ from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS
+from shoal.sim.tasks.storage import CHUNKS
 
 WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
 BACKWARD, HEARTBEAT_S = 2.0, 0.5
@@ -141,6 +142,7 @@ def job_of(case: SeatedCase, delay_s: float) -> Job:
         save_every=SAVE_EVERY,
         patience=Patience(HEARTBEAT_S, 8 * HEARTBEAT_S, DETECTION_S, entry_s=ENTRY_S),
         round_s=ROUND_S,
+        chunks=CHUNKS,
     )
 
 

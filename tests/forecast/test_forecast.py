@@ -18,7 +18,7 @@ from shoal.forecasting.arrivals import Arrivals
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.crew import EVICTION_DELAYS, Crew
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
-from shoal.forecasting.job import Job
+from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
 from shoal.forecasting.rates import Aggregated, Played, measured, model_of
 from shoal.forecasting.summary import compared, summarized
@@ -546,3 +546,17 @@ def test_those_who_ask_at_once_are_members_in_the_order_in_which_they_are_listed
     changes = always(4, Presence(9.0, 0, False), Presence(5.0, 2, False), Presence(7.0, 3, False))
     asks = [peer for what, peer in Arrivals(changes, 1.0, 4).due(2.0) if what == "asks"]
     assert asks == ["p0.1", "p1.1", "p2.1", "p3.1"]
+
+
+@pytest.mark.parametrize(("chunks", "donors"), [(1, 1), (2, 2), (9, 3)])
+def test_a_chunk_of_a_state_comes_from_one_replica(chunks: int, donors: int) -> None:
+    given = a_job(8, 1)
+    job = msgspec.structs.replace(given, state_bytes=(float(chunks * CHUNK_BYTES),))
+    crew = Crew(job)
+    for slot in range(7):
+        crew.begin(f"p{slot}.1")
+    crew.admit("p7.1", 0.0, math.inf)
+    joiner = crew.joiners["p7.1"]
+    assert len(joiner.donors) == donors
+    seconds = joiner.ready_s - job.patience.entry_s
+    assert seconds == pytest.approx(chunks * CHUNK_BYTES / min(25e6, donors * 25e6 / 2))

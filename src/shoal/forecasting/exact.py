@@ -32,7 +32,6 @@ from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS, Pace
 from shoal.sim.tasks.storage import Blob
 
-CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
 # Incarnations between two machines on one slot: a process that ends itself is started again as the next one
@@ -377,7 +376,6 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         copies=1,
     )
     kinds = tuple(machines.kind_of[slot] for slot in seated)
-    chunks = min(MOST_CHUNKS, max(1, math.ceil(max(job.state_bytes) / CHUNK_BYTES)))
     wire = JobWire(
         lines=tuple(LineRates(machines.kinds[kind].up_Bps, machines.kinds[kind].down_Bps) for kind in kinds),
         boundary_values=1,
@@ -385,7 +383,7 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         job=job,
         kinds=kinds,
         lengths=lengths,
-        chunks=chunks,
+        chunks=job.state_chunks,
     )
     endless = Scenario(name="forecast", start_s=math.inf, progress_s=math.inf, finish_s=math.inf)
     return Case(
