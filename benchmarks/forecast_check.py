@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
 import numpy as np
 
-from plays import from_others, print_spread, spread
 from report import at_most, parse, report
 from shoal.core.messages import Add, Apply, Cut, Fetch, Gather, Settings
 from shoal.forecasting.churn import Presence
@@ -218,6 +218,23 @@ def exact_s(case: Case, changes: Changes, play: int = 0) -> float:
     began_s = swarm.context.timeline.began_s
     assert began_s is not None
     return swarm.watch.commits.times_s[-1] - began_s
+
+
+def from_others(plays: Sequence[float]) -> list[float]:
+    """By how many percent each differs from the median of the others; none of one."""
+    rest = [statistics.median([*plays[:at], *plays[at + 1 :]]) for at in range(len(plays))] if len(plays) > 1 else []
+    return [abs(100 * (one / other - 1)) for one, other in zip(plays, rest, strict=False)]
+
+
+def spread(apart: Sequence[float]) -> list[float]:
+    """The median and the worst of those percents, for a report."""
+    return [round(statistics.median(apart), 2), round(max(apart), 2)] if apart else []
+
+
+def print_spread(apart: Sequence[float]) -> None:
+    if apart:
+        middle, worst = statistics.median(apart), max(apart)
+        print(f"one play from the median of the others: median {middle:.1f} %, worst {worst:.1f} %")
 
 
 def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> float:

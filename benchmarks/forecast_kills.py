@@ -24,7 +24,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from plays import from_others, print_spread, spread
+from forecast_check import from_others, print_spread, spread
 from report import at_most, parse, report
 from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.forecasting.churn import Presence

@@ -103,7 +103,7 @@ Place = tuple[bool, int, int]  # of a machine: whether it serves another stage t
 class Played:
     """The planner's prediction of each composition, kept: compositions of the same kinds at the same stages are one, where as many of
     them hold their seats. Whoever serves another stage than its seat's owns after the others, and its turns come first: with nine like
-    machines and 19 microbatches the order alone makes a step up to 12 % longer."""
+    machines and 28 microbatches that order makes a step 7 % longer."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._rates = job, Rates(job)
