@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -38,6 +39,7 @@ from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS
+from shoal.sim.tasks.storage import CHUNKS
 
 WORST_PERCENT, MEDIAN_PERCENT = 5.0, 2.0
 BACKWARD, HEARTBEAT_S = 2.0, 0.5
@@ -140,6 +142,7 @@ def job_of(case: SeatedCase, delay_s: float) -> Job:
         save_every=SAVE_EVERY,
         patience=Patience(HEARTBEAT_S, 8 * HEARTBEAT_S, DETECTION_S, entry_s=ENTRY_S),
         round_s=ROUND_S,
+        chunks=CHUNKS,
     )
 
 
@@ -217,10 +220,21 @@ def exact_s(case: Case, changes: Changes, play: int = 0) -> float:
     return swarm.watch.commits.times_s[-1] - began_s
 
 
-def from_others(plays: list[float]) -> list[float]:
+def from_others(plays: Sequence[float]) -> list[float]:
     """By how many percent each differs from the median of the others; none of one."""
-    rest = [statistics.median(plays[:at] + plays[at + 1 :]) for at in range(len(plays))] if len(plays) > 1 else []
+    rest = [statistics.median([*plays[:at], *plays[at + 1 :]]) for at in range(len(plays))] if len(plays) > 1 else []
     return [abs(100 * (one / other - 1)) for one, other in zip(plays, rest, strict=False)]
+
+
+def spread(apart: Sequence[float]) -> list[float]:
+    """The median and the worst of those percents, for a report."""
+    return [round(statistics.median(apart), 2), round(max(apart), 2)] if apart else []
+
+
+def print_spread(apart: Sequence[float]) -> None:
+    if apart:
+        middle, worst = statistics.median(apart), max(apart)
+        print(f"one play from the median of the others: median {middle:.1f} %, worst {worst:.1f} %")
 
 
 def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> float:
@@ -270,10 +284,7 @@ def main() -> None:
     for name, part in zip(("seen", "held out"), parts, strict=True):
         if part:
             print(f"{name}: median {statistics.median(part):.1f} %, worst {max(part):.1f} % of {len(part)} fleets")
-    if apart:
-        print(
-            f"one play from the median of the others: median {statistics.median(apart):.1f} %, worst {max(apart):.1f} %"
-        )
+    print_spread(apart)
     seen, held_out = parts
     report(
         "forecast_check",
@@ -284,7 +295,7 @@ def main() -> None:
             "worst_percent": round(max(held_out or seen), 2),
             "worst_target": WORST_PERCENT,
             "plays": args.plays,
-            "plays_apart": [round(statistics.median(apart), 2), round(max(apart), 2)] if apart else [],
+            "plays_apart": spread(apart),
             "seen": [round(statistics.median(seen), 2), round(max(seen), 2)] if seen else [],
             "fleets": {str(seed): round(error, 2) for seed, error in errors.items()},
         },

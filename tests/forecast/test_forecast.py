@@ -14,10 +14,11 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.forecasting import churn as churns
+from shoal.forecasting.arrivals import Arrivals
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.crew import EVICTION_DELAYS, Crew
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
-from shoal.forecasting.job import Job
+from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
 from shoal.forecasting.rates import Aggregated, Played, measured, model_of
 from shoal.forecasting.summary import compared, summarized
@@ -538,3 +539,24 @@ def test_a_record_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("\n")
     with pytest.raises(ValueError, match="holds no change"):
         churns.load(str(tmp_path / "empty.csv"))
+
+
+def test_those_who_ask_at_once_are_members_in_the_order_in_which_they_are_listed() -> None:
+    """By their deaths they were: the newest, whom the leader moves first, was always the one that lived longest."""
+    changes = always(4, Presence(9.0, 0, False), Presence(5.0, 2, False), Presence(7.0, 3, False))
+    asks = [peer for what, peer in Arrivals(changes, 1.0, 4).due(2.0) if what == "asks"]
+    assert asks == ["p0.1", "p1.1", "p2.1", "p3.1"]
+
+
+@pytest.mark.parametrize(("chunks", "donors"), [(1, 1), (2, 2), (9, 3)])
+def test_a_chunk_of_a_state_comes_from_one_replica(chunks: int, donors: int) -> None:
+    given = a_job(8, 1)
+    job = msgspec.structs.replace(given, state_bytes=(float(chunks * CHUNK_BYTES),))
+    crew = Crew(job)
+    for slot in range(7):
+        crew.begin(f"p{slot}.1")
+    crew.admit("p7.1", 0.0, math.inf)
+    joiner = crew.joiners["p7.1"]
+    assert len(joiner.donors) == donors
+    seconds = joiner.ready_s - job.patience.entry_s
+    assert seconds == pytest.approx(chunks * CHUNK_BYTES / min(25e6, donors * 25e6 / 2))

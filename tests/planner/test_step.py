@@ -314,3 +314,24 @@ def test_a_gradient_leaves_before_tensors_that_wait_and_they_leave_later_by_its_
     assert [lines.leave(0, 1, 1e6, 0.0) for _ in range(2)] == pytest.approx([1.0, 2.0])
     assert lines.leave(0, 1, 1e6, 0.5, first=True) == pytest.approx(1.5)
     assert lines.leave(0, 1, 1e6, 0.6) == pytest.approx(4.0) and lines.free(0) == pytest.approx(4.0)
+
+
+def test_an_encoded_gradient_is_averaged_in_as_many_slices_as_it_has_values() -> None:
+    """A megabyte of int8 has four slices: sums of the first leave behind the parts of the last, and no line pauses. One of fp32 has one,
+    whose parts have all arrived before its first sum leaves."""
+    given = seats((0,) * 4, gradient_bytes=(float(1 << 20),))
+    encoded = msgspec.structs.replace(given, value_bytes=1.0)
+    raw_s, encoded_s = (averaging.averaging(each, lines(4, 7e6))[0] for each in (given, encoded))
+    line_s = 3 / 4 * (1 << 20) / 7e6  # one way
+    assert raw_s == pytest.approx(2 * (line_s + 0.05), rel=0.02)
+    assert encoded_s == pytest.approx(2 * line_s + 0.05, rel=0.02)
+
+
+def test_who_serves_another_stage_than_its_seats_owns_after_the_others() -> None:
+    """As members without a seat do, and their turns come first (core/leader/membership.py, core/trainer/turns.py)."""
+    given = seats((0, 1, 0, 1, 1), unseated=(0, 3))
+    assert given.seated == [2, 1, 4, 0, 3] and seats((0, 1, 0, 1, 1)).seated == [0, 2, 1, 3, 4]
+    played = Play(given, lines(5), np.random.default_rng(0))
+    played.run(24, 0.0)
+    first = {bar.microbatch: bar.device for bar in reversed(played.bars) if bar.forward and bar.stage == 0}
+    assert [first[index] for index in range(4)] == [0, 2, 0, 2]

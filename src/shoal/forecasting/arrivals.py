@@ -14,26 +14,26 @@ HOUR_S = 3600.0
 
 
 class Arrivals:
-    """Machines by time: there, asking to join once they have started, and gone. Names say slot and how many were there before."""
+    """Machines by time: there, asking to join once they have started, and gone. Names say slot and how many were there before. Of one
+    moment those who ask come last, as they are listed: in the order of their deaths the newest member, who moves first, would be the one
+    that lives longest."""
 
     def __init__(self, presences: Sequence[Presence], start_s: float, slots: int) -> None:
         count = [0] * slots
-        events: list[tuple[float, int, str, Peer]] = []
-        asks: dict[int, tuple[float, Peer]] = {}
-        for presence in presences:
+        events: list[tuple[float, bool, int, str, Peer]] = []
+        asks: dict[int, tuple[float, bool, int, str, Peer]] = {}
+        for number, presence in enumerate(presences):
             if presence.joins:
                 count[presence.slot] += 1
                 peer = f"p{presence.slot}.{count[presence.slot]}"
-                asks[presence.slot] = (presence.at_s + start_s, peer)
-                events.append((presence.at_s, len(events), "there", peer))
+                asks[presence.slot] = (presence.at_s + start_s, True, number, "asks", peer)
+                events.append((presence.at_s, False, number, "there", peer))
             else:
-                asks_s, peer = asks.pop(presence.slot)
-                if asks_s < presence.at_s:
-                    events.append((asks_s, len(events), "asks", peer))
-                events.append((presence.at_s, len(events), "dies", peer))
-        for asks_s, peer in asks.values():
-            events.append((asks_s, len(events), "asks", peer))
-        self._events = sorted(events)
+                asked = asks.pop(presence.slot)
+                if asked[0] < presence.at_s:
+                    events.append(asked)
+                events.append((presence.at_s, False, number, "dies", asked[-1]))
+        self._events = sorted([*events, *asks.values()])
         self._at = 0
 
     def next_s(self) -> float:
@@ -43,7 +43,7 @@ class Arrivals:
         first = self._at
         while self._at < len(self._events) and self._events[self._at][0] <= now:
             self._at += 1
-        return [(what, peer) for _, _, what, peer in self._events[first : self._at]]
+        return [(what, peer) for *_, what, peer in self._events[first : self._at]]
 
 
 class Bill:

@@ -255,9 +255,9 @@ class Crew:
         return sorted(set(range(self.job.stages)) - set(self.serving.tolist()))
 
     def _download(self, member: Member, now: float, step_s: float) -> None:
-        """Of a stage's state from up to DONORS replicas, and of the gradients committed meanwhile."""
+        """Of a stage's state from up to DONORS replicas, a chunk from each at least, and of the gradients committed meanwhile."""
         kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
-        donors = np.flatnonzero(self.serving == member.stage)[:DONORS].tolist()
+        donors = np.flatnonzero(self.serving == member.stage)[: min(DONORS, self.job.state_chunks)].tolist()
         down_Bps = kinds[kind_of[slot_of(member.peer)]].down_Bps or math.inf
         up_Bps = sum(SPARE * (kinds[kind_of[slot]].up_Bps or math.inf) for slot in donors) or math.inf
         seconds = self.job.state_bytes[member.stage] / min(down_Bps, up_Bps)

@@ -3,7 +3,7 @@
 Every peer is its machine of core/, in virtual time (sim/): its hops take the job's seconds, its tensors the job's bytes on its own
 lines, each pair of machines has its delay and bandwidth, machines come and go as in the presences. So requests that time out, queues that
 are full, routes, votes and downloads beside the work are in it. Not in it: lost messages, faults other than deaths, writing of
-checkpoints. Where the seconds went is told by what the view and the rounds say (`_Clock`), not by a model.
+checkpoints. Where the seconds went is told by what the view and the rounds say (clock.py), not by a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shoal.core import messages as m
 from shoal.core.consensus.certificates import can_agree
 from shoal.forecasting.arrivals import HOUR_S
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.forecaster import History, Parts, Tally, no_majority
+from shoal.forecasting.clock import Clock
+from shoal.forecasting.forecaster import History, Tally, no_majority
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import MEAN_LATE
 from shoal.planner.inputs.cluster import Device
@@ -31,14 +32,12 @@ from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.pace import SECONDS, Pace
 from shoal.sim.tasks.storage import Blob
 
-CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
 # Incarnations between two machines on one slot: a process that ends itself is started again as the next one
 AGAIN = 1000
 SETTLED_S = 30.0  # who lives shorter than that is not waited for at the beginning
 VALUE_BYTES = 12  # of a parameter and its moments
-PARTS = Parts.__struct_fields__
 
 
 class JobWire(Wire, frozen=True, kw_only=True):
@@ -126,80 +125,8 @@ class _Watch(Watch):
     def published(self, peer: m.Peer, step: int, digests: Sequence[str]) -> None: ...
 
 
-class _Clock:
-    """Where the seconds went: `spend` gives those since the last call to a part, by what the run was doing."""
-
-    def __init__(self, job: Job) -> None:
-        self.parts = dict.fromkeys(PARTS, 0.0)
-        self.busy = [0.0] * job.stages
-        self.round_open = self.failed = False  # of the step: a round, and whether one was begun and did not end
-        self._job, self._now = job, 0.0
-        # Of the step, that microbatches took so far: compute and network are told apart at its end
-        self._working_s = 0.0
-        self._done: dict[int, dict[str, float]] = {}  # parts when a version was made
-
-    def spend(self, now: float, view: m.View | None, living: set[m.Peer]) -> None:
-        """`living`: the members' names that live."""
-        seconds, self._now = now - self._now, now
-        if view is None or not view.started:
-            self.parts["joining"] += seconds
-            return
-        dead = [one for one in view.members if one.peer not in living]
-        served = {one.stage for one in view.members if one.peer in living}
-        if len(served) < self._job.stages or not can_agree(view, living):
-            self.parts["stalled"] += seconds
-        elif self.failed or (self.round_open and not self._job.seats.staleness):
-            whole = "averaging" if self.round_open else "redone"
-            self.parts["waiting" if dead else whole] += seconds
-        else:
-            waits = self._waiting(view, dead)
-            self.parts["waiting"] += waits * seconds
-            self._working_s += (1 - waits) * seconds
-
-    def _waiting(self, view: m.View, dead: Sequence[m.Member]) -> float:
-        """The part of all requests that waits for a dead peer. With one stage, owners serve themselves."""
-        if self._job.stages == 1:
-            return 0.0
-        count = Counter(one.stage for one in view.members)
-        return 1 - math.prod(1 - 1 / count[lost.stage] for lost in dead)
-
-    def commit(self, view: m.View, redone: int) -> None:
-        """A step has ended, in which so many bookings were computed again."""
-        job, parts = self._job, self.parts
-        hops = job.microbatches * job.stages
-        again_s = self._working_s * min(1.0, redone / (hops + redone))
-        members = [sum(one.stage == stage for one in view.members) for stage in range(job.stages)]
-        compute_s = max(busy / max(1, count) for busy, count in zip(self.busy, members, strict=True))
-        compute_s = min(compute_s, self._working_s - again_s)
-        parts["redone"] += again_s
-        parts["compute"] += compute_s
-        parts["network"] += self._working_s - again_s - compute_s
-        self._begin()
-        self._done[view.step] = dict(parts)
-
-    def back(self, step: int) -> None:
-        """Everybody went back to that version: what was done since was for nothing."""
-        self.parts["redone"] += self._working_s
-        self._begin()
-        before = self._done.get(step, dict.fromkeys(PARTS, 0.0))
-        for part in ("compute", "network", "averaging"):
-            self.parts["redone"] += self.parts[part] - before[part]
-            self.parts[part] = before[part]
-
-    def end(self) -> Parts:
-        """Of the whole time; a step that has not ended is all network but for what was computed."""
-        compute_s = min(self._working_s, max(self.busy) / max(1, len(self.busy)))
-        self.parts["compute"] += compute_s
-        self.parts["network"] += self._working_s - compute_s
-        return Parts(**self.parts)
-
-    def _begin(self) -> None:
-        self.busy[:] = [0.0] * len(self.busy)
-        self._working_s, self.round_open, self.failed = 0.0, False, False
-
-
 class ExactRun(Swarm):
-    """One history. `play` plays it; afterwards `history` says what came of it."""
+    """One history. `play` plays it, and goes on from where it ended; `history` says what came of it so far."""
 
     def __init__(self, job: Job, presences: Sequence[Presence], start_s: float, seed: int) -> None:
         self._job = job
@@ -217,12 +144,15 @@ class ExactRun(Swarm):
         # Connections, when a machine goes; else silence
         self._breaks = job.patience.detection_s < job.patience.heartbeat_timeout_s
         self.delivery.refused = float(self._breaks)
-        self.clock = _Clock(job)
+        self.clock = Clock(job)
         self.tally = Tally()
         self._asked: dict[int, tuple[int, float]] = {}  # by key: the incarnation that is there, and when it came
         self._hours = [0.0] * len(job.machines.kinds)  # by kind of machine
         self._redone = 0
         self._hopeless_s = 0.0  # since when nothing can be agreed any more
+        self._steps = 1 << 40  # until so many are committed
+        self._progress: Callable[[float], None] = lambda now: None
+        self._schedule()
 
     # ------------------------------------------------------------------------------------------------------------ play
 
@@ -230,26 +160,14 @@ class ExactRun(Swarm):
         self, horizon_s: float, progress: Callable[[float], None] = lambda now: None, steps: int = 1 << 40
     ) -> None:
         """Until the horizon, or until so many steps are committed. `progress` is told every simulated second."""
-        count = [0] * len(self._seated)
-        first = True
-        for change in self._presences:
-            key = self._key_of[change.slot]
-            if not change.joins:
-                self.kernel.at(change.at_s, self._go, key)
-                continue
-            who = key, count[key] * AGAIN
-            count[key] += 1
-            if first:
-                self.processes.founders, first = {who}, False
-            self.kernel.at(change.at_s, self._come, who)
-        self._steps = steps
-        self.kernel.after(0.0, self._second, progress)
-        self.kernel.run(until=horizon_s, events=1 << 62)
-        if not self.kernel.stopped:
-            self.kernel.now = horizon_s
+        view, kernel = self.watch.newest, self.kernel
+        if horizon_s < kernel.now or (view is not None and (view.step >= steps or view.finished)):
+            return
+        self._steps, self._progress, kernel.stopped = steps, progress, False
+        kernel.run(until=horizon_s, events=1 << 62)
+        if not kernel.stopped:
+            kernel.now = horizon_s
         self._spend()
-        for key in list(self._asked):
-            self._leave(key)
         if self.watch.violations:
             raise RuntimeError(f"the simulation of every message broke an invariant: {self.watch.violations[0]}")
 
@@ -273,17 +191,24 @@ class ExactRun(Swarm):
             moves=self.tally.moves,
             lost_stages=self.tally.lost_stages,
             undone_steps=view.account.undone // job.microbatches if view is not None else 0,
-            peer_hours=tuple(self._hours),
+            peer_hours=self._peer_hours(),
             sent_bytes=self._sent_bytes(),
             stuck=stuck,
             digest=self.context.history.digest(),
         )
 
+    def _peer_hours(self) -> tuple[float, ...]:
+        """By kind of machine, with those that are there."""
+        hours = self._hours.copy()
+        for key, (_, since_s) in self._asked.items():
+            hours[self._kind_of(key)] += (self.kernel.now - since_s) / HOUR_S
+        return tuple(hours)
+
     def _sent_bytes(self) -> tuple[float, ...]:
         """By kind of machine."""
         sent_bytes = [0.0] * len(self._hours)
         for peer, nbytes in self.delivery.sent_bytes.items():
-            sent_bytes[self._job.machines.kind_of[self._seated[_key(peer)]]] += nbytes
+            sent_bytes[self._kind_of(_key(peer))] += nbytes
         return tuple(sent_bytes)
 
     @property
@@ -292,11 +217,28 @@ class ExactRun(Swarm):
         times_s, began_s = self.watch.commits.times_s, self.context.timeline.began_s
         return times_s[-1] - began_s if times_s and began_s is not None else 0.0
 
-    def _second(self, progress: Callable[[float], None]) -> None:
-        progress(self.kernel.now)
-        self.kernel.after(1.0, self._second, progress)
+    def _second(self, _: object) -> None:
+        self._progress(self.kernel.now)
+        self.kernel.after(1.0, self._second)
+
+    def _kind_of(self, key: int) -> int:
+        return self._job.machines.kind_of[self._seated[key]]
 
     # ------------------------------------------------------------------------------------------------- coming and going
+
+    def _schedule(self) -> None:
+        incarnations = Counter[int]()
+        for change in self._presences:
+            key = self._key_of[change.slot]
+            if not change.joins:
+                self.kernel.at(change.at_s, self._go, key)
+                continue
+            who = key, incarnations[key] * AGAIN
+            if not incarnations:
+                self.processes.founders = {who}
+            incarnations[key] += 1
+            self.kernel.at(change.at_s, self._come, who)
+        self.kernel.after(0.0, self._second)
 
     def _come(self, who: Who) -> None:
         self._asked[who[0]] = who[1], self.kernel.now
@@ -309,7 +251,8 @@ class ExactRun(Swarm):
 
     def _go(self, key: int) -> None:
         self._spend()
-        self._leave(key)
+        _, since_s = self._asked.pop(key)
+        self._hours[self._kind_of(key)] += (self.kernel.now - since_s) / HOUR_S
         for node in list(self.nodes.values()):
             if node.process.key == key:
                 self.tally.deaths += 1
@@ -327,11 +270,6 @@ class ExactRun(Swarm):
             link = self.case.wire.link(gone, name)
             self.kernel.after(link[0] if link else 0.0, node.receive, m.Unreachable(gone))
 
-    def _leave(self, key: int) -> None:
-        _, since_s = self._asked.pop(key)
-        kind = self._job.machines.kind_of[self._seated[key]]
-        self._hours[kind] += (self.kernel.now - since_s) / HOUR_S
-
     def boot(self, who: Who) -> None:
         if who[0] in self._asked:  # a process that ended itself is started again only where its machine still is
             super().boot(who)
@@ -340,9 +278,8 @@ class ExactRun(Swarm):
 
     def _new_node(self, process: Process) -> Node:
         node = super()._new_node(process)
-        machines = self._job.machines
-        kind = machines.kind_of[self._seated[process.key]]
-        node.runner.pace = JobPace(self._job, machines.kinds[kind], kind, self.clock.busy)
+        kind = self._kind_of(process.key)
+        node.runner.pace = JobPace(self._job, self._job.machines.kinds[kind], kind, self.clock.busy)
         return node
 
     def _begin_faults(self) -> None:
@@ -439,7 +376,6 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         copies=1,
     )
     kinds = tuple(machines.kind_of[slot] for slot in seated)
-    chunks = min(MOST_CHUNKS, max(1, math.ceil(max(job.state_bytes) / CHUNK_BYTES)))
     wire = JobWire(
         lines=tuple(LineRates(machines.kinds[kind].up_Bps, machines.kinds[kind].down_Bps) for kind in kinds),
         boundary_values=1,
@@ -447,7 +383,7 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         job=job,
         kinds=kinds,
         lengths=lengths,
-        chunks=chunks,
+        chunks=job.state_chunks,
     )
     endless = Scenario(name="forecast", start_s=math.inf, progress_s=math.inf, finish_s=math.inf)
     return Case(

@@ -21,6 +21,7 @@ from shoal.planner.strategy.problem import Problem
 SCAN_BEATS = 0.9  # the leader looks for silent members so often (core/leader/leader.py)
 ENTRY_BEATS = 2.0  # asking a member, and the view that admits
 VALUE_BYTES = 4  # of a parameter, as it is averaged and downloaded
+CHUNK_BYTES, MOST_CHUNKS = 16 << 20, 48  # of a state, as runtime/state.py cuts it; more would only be more events
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     steps: float = math.inf  # of the run: near its end nobody moves
     settings: Settings | None = None  # of the run, for who plays its messages; what this struct says goes first
     round_s: float = 0.0  # of a step beside what is predicted: the optimizer, the tasks of a round
+    chunks: int = 0  # that a state is downloaded in, each from one replica; 0: by its bytes
 
     @property
     def stages(self) -> int:
@@ -60,6 +62,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def microbatches(self) -> int:
         return self.seats.microbatches
+
+    @property
+    def state_chunks(self) -> int:
+        """As many for every stage."""
+        return self.chunks or min(MOST_CHUNKS, max(1, math.ceil(max(self.state_bytes) / CHUNK_BYTES)))
 
     @property
     def delay_s(self) -> float:

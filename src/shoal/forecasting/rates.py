@@ -97,12 +97,17 @@ class Rates:
         return np.bincount(at, table[self.kind_of[slots], at], minlength=stages).astype(np.float64)
 
 
+Place = tuple[bool, int, int]  # of a machine: whether it serves another stage than planned, its stage, its kind
+
+
 class Played:
-    """The planner's prediction of each composition, kept: compositions of the same kinds at the same stages are one."""
+    """The planner's prediction of each composition, kept: compositions of the same kinds at the same stages are one, where as many of
+    them hold their seats. Whoever serves another stage than its seat's owns after the others, and its turns come first: with nine like
+    machines and 28 microbatches that order makes a step 7 % longer."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._rates = job, Rates(job)
-        self._known: dict[tuple[tuple[int, int], ...], StepTime] = {}
+        self._known: dict[tuple[Place, ...], StepTime] = {}
         self._slots_of: list[list[int]] = [[] for _ in job.machines.kinds]
         for slot, kind in enumerate(job.machines.kind_of):
             self._slots_of[kind].append(slot)
@@ -113,7 +118,11 @@ class Played:
         if set(range(job.stages)) - set(stage_of):
             return None
         kind_of = job.machines.kind_of
-        key = tuple(sorted((stage, kind_of[slot]) for slot, stage in enumerate(stage_of) if stage >= 0))
+        key = tuple(
+            sorted(
+                (stage != job.stage_of[slot], stage, kind_of[slot]) for slot, stage in enumerate(stage_of) if stage >= 0
+            )
+        )
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._predicted(key, tuple(stage_of) == job.stage_of)
@@ -141,15 +150,17 @@ class Played:
             exchange_s=exchange_s,
         )
 
-    def _predicted(self, key: tuple[tuple[int, int], ...], as_planned: bool) -> StepTime:
+    def _predicted(self, key: tuple[Place, ...], as_planned: bool) -> StepTime:
         """`as_planned`: every machine has its seat, so the plan's routes and owners hold."""
         job = self._job
         if as_planned:
             slots, seats = list(range(len(job.stage_of))), measured(job.seats, job, job.machines.kind_of)
         else:
             free = [iter(slots) for slots in self._slots_of]
-            slots = [next(free[kind]) for _, kind in key]
-            seats = seats_of(job, [kind for _, kind in key], tuple(stage for stage, _ in key))
+            slots = [next(free[kind]) for _, _, kind in key]
+            seats = seats_of(job, [kind for _, _, kind in key], tuple(stage for _, stage, _ in key))
+            unseated = tuple(device for device, (moved, _, _) in enumerate(key) if moved)
+            seats = msgspec.structs.replace(seats, unseated=unseated)
         cluster = job.machines.cluster(slots)
         step, microbatches_s = _plays(seats, cluster)
         composition = np.full(len(job.stage_of), -1)

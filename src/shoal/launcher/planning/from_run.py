@@ -79,6 +79,10 @@ def of_run(directory: str) -> FromRun:
         fit = fitted(record, {step.commit.step: step.heard_s for step in commits}, labels, tokens)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
+    seats = msgspec.structs.replace(
+        fit.job.seats, value_bytes=codec.bytes_per_value(config.network.averaging, RAW_BYTES)
+    )
+    fit = msgspec.structs.replace(fit, job=msgspec.structs.replace(fit.job, seats=seats))
     model = Played(fit.job)
     step = model(np.array(fit.job.stage_of))
     assert step is not None, "every stage has a machine"
@@ -125,6 +129,7 @@ def _with_settings(job: Job, run: FromRun, settings: Sequence[str]) -> Job:
             boundary_bytes=scaled(seats.boundary_bytes, (one.activations, other.activations)),
             returned_bytes=scaled(seats.back_bytes, (one.gradients, other.gradients)),
             gradient_bytes=tuple(scaled(nbytes, averaging) for nbytes in seats.gradient_bytes),
+            value_bytes=codec.bytes_per_value(other.averaging, RAW_BYTES),
         ),
     )
 

@@ -16,7 +16,6 @@ import numpy as np
 from shoal.core.allreduce.layout import SLICE_VALUES, SLICES, Role, owned, row_lengths, split
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.inputs.memory import FP32
 from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.seats import Seats, line_rates, of_group
 
@@ -44,7 +43,8 @@ def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]
     ends_s: list[float] = []
     for stage in range(seats.stages):
         group = seats.replicas(stage)
-        ends_s += _Round(lines, group, seats.gradient_bytes[stage], of_group(seats.line_rates, group)).play()
+        values = _played_values(seats.gradient_bytes[stage] / seats.value_bytes, len(group))
+        ends_s += _Round(lines, group, seats.gradient_bytes[stage], values, of_group(seats.line_rates, group)).play()
     return ends_s, lines.sent
 
 
@@ -53,10 +53,12 @@ class _Round:
 
     `lines` carries the chunks; what other stages have sent on them counts."""
 
-    def __init__(self, lines: Lines, group: list[int], gradient_bytes: float, line_rates: tuple[int, ...]) -> None:
+    def __init__(
+        self, lines: Lines, group: list[int], gradient_bytes: float, values: int, line_rates: tuple[int, ...]
+    ) -> None:
+        """`values`: that are played for each replica."""
         self._lines = lines
         self._group = group
-        values = _played_values(gradient_bytes, len(group))
         self._roles = _roles(len(group), values, line_rates)
         self._value_bytes = gradient_bytes / (len(group) * values)
         self._missing = [{number: len(peers) for number, peers in role.adds.items()} for role, _ in self._roles]
@@ -125,9 +127,9 @@ class _Round:
         heappush(self._events, (free_s, next(self._serial), source, -1, 0, False))
 
 
-def _played_values(gradient_bytes: float, replicas: int) -> int:
-    """For each replica, as many as give as many slices: a power of two, so that even shares have no rounding."""
-    values = int(gradient_bytes / FP32 / replicas)
+def _played_values(values: float, replicas: int) -> int:
+    """For each replica, as many as give as many slices as those of the gradient: a power of two, so that even shares have no rounding."""
+    values = int(values / replicas)
     return min(MOST_VALUES, max(SLICE_VALUES, 1 << values.bit_length() >> 1))
 
 
@@ -169,6 +171,6 @@ def rough_averaging_s(seats: Seats, cluster: Cluster) -> float:
             pair_s = nbytes * max(shares) / sum(shares) / pair_Bps
             there_s = min(there_s, max(busy_s * (1 + 1 / SLICES) / 2, pair_s) + delay_s)
         # The parts of the last slice are on their way while sums of others leave: their delay is not seen
-        unseen_s = delay_s if len(rows) == 1 and nbytes / FP32 >= 2 * len(group) * SLICE_VALUES else 0.0
+        unseen_s = delay_s if len(rows) == 1 and nbytes / seats.value_bytes >= 2 * len(group) * SLICE_VALUES else 0.0
         worst = max(worst, 2 * there_s - unseen_s)
     return worst

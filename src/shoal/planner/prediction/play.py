@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.messages import TURNS, Member, Settings, View
-from shoal.core.planned import Planned
+from shoal.core.planned import NOWHERE, Planned
 from shoal.core.trainer.choice import Choice
 from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
 from shoal.core.trainer.reports import Reports
@@ -140,7 +140,12 @@ class Play:
     def _new_owners(self, now: float) -> dict[int, _Owner]:
         turns = self._seats.turns
         members = tuple(
-            Member(str(device), self._seats.stage_of[device], seat=seat, turns=turns[device] if turns else TURNS)
+            Member(
+                str(device),
+                self._seats.stage_of[device],
+                seat=NOWHERE if device in self._seats.unseated else seat,
+                turns=turns[device] if turns else TURNS,
+            )
             for seat, device in enumerate(self._members)
         )
         owners = {}

@@ -8,6 +8,7 @@ import msgspec
 
 from shoal.core.trainer.window import MOST
 from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.inputs.memory import FP32
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 WIDEST_Bps = 1e12  # what a line without a stated rate is taken for
@@ -26,6 +27,9 @@ class Seats(msgspec.Struct, frozen=True):
     inflight: int  # 0: as many as fill the lines
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
+    value_bytes: float = (
+        FP32  # of a gradient's value as it is averaged: how many values there are says in how many slices they go
+    )
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     updating_s: float = 0.0  # of the optimizer and what goes with it, at the replica that takes longest
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
@@ -33,6 +37,8 @@ class Seats(msgspec.Struct, frozen=True):
     line_rates: tuple[int, ...] = ()
     # Of TURNS, by device, that replicas with narrow lines have (core/leader/rules/lines.py); empty: all have all
     turns: tuple[int, ...] = ()
+    # Devices that serve another stage than their seat's, so that they hold none: they own after the others (core/leader/membership.py)
+    unseated: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -57,8 +63,10 @@ class Seats(msgspec.Struct, frozen=True):
 
     @property
     def seated(self) -> list[int]:
-        """Members in the order of a plan's seats: by stage."""
-        return sorted(self.members, key=lambda device: (self.stage_of[device], device))
+        """Members in the order of a plan's seats: by stage; then those that hold none."""
+        return sorted(
+            self.members, key=lambda one: (one in self.unseated, one not in self.unseated and self.stage_of[one], one)
+        )
 
     def replicas(self, stage: int) -> list[int]:
         return [device for device, own in enumerate(self.stage_of) if own == stage]

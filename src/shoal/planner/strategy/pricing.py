@@ -92,9 +92,9 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         )
         return work[stage].parameters / rate if rate else 0.0
 
-    average_ratio = codec.bytes_per_value(problem.travel.averaging, 4) / 4
+    value_bytes = codec.bytes_per_value(problem.travel.averaging, 4)
     gradient_bytes = tuple(
-        (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * average_ratio
+        (problem.emulated_gradient_bytes if problem.emulated_s else stage.parameters * GRADIENT_BYTES) * value_bytes / 4
         for stage in work
     )
     seats = Seats(
@@ -107,6 +107,7 @@ def placed(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) 
         problem.work.microbatches,
         problem.work.inflight,
         returned_bytes=problem.returned_bytes,
+        value_bytes=value_bytes,
         averaging_codec_s=max(
             problem.averaging_codec_s(nbytes, stage_of.count(stage)) for stage, nbytes in enumerate(gradient_bytes)
         ),
