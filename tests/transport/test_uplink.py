@@ -42,7 +42,7 @@ class Uplink:
         """MB/s that were acknowledged, and the mean time that a control message would have waited here, in seconds."""
         until, arrived, waits, turn = self.now + seconds, 0, [], 0
         while self.now < until:
-            while self.window.room_bytes(self.outstanding):
+            while self.window.room_bytes(self.outstanding, 0):
                 self.free = max(self.free, self.now) + PIECE_BYTES / self.rate_Bps
                 who = turn = (turn + 1) % len(self.trips_s)
                 trip_s = self.free - self.now + self.trips_s[who] + self.foreign_s
@@ -80,8 +80,8 @@ def test_a_line_is_filled_and_control_waits_for_the_allowance(rate_MBps: float, 
 
 @pytest.mark.parametrize(("rate_MBps", "trip_s"), [(25, 0.1), (25, 0.02), (12, 0.2)])
 def test_a_new_line_is_full_soon_and_control_waits_a_round_trip_at_most(rate_MBps: float, trip_s: float) -> None:
-    """With a window that doubled it was full after 17 round trips: what was allowed last is delivered a round later, and looked like the
-    most that the line carries."""
+    """With a window that doubled once a round it was full after 18 round trips: what was allowed last is delivered a round later, and the
+    rate of the round before looked like the most that the line carries."""
     line = Uplink(rate_MBps * MB, trip_s)
     full_s = max(0.0, math.log(rate_MBps * MB * trip_s / FIRST_BYTES) / math.log(1.4)) * trip_s
     line.run(full_s + 4 * trip_s)

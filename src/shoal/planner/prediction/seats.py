@@ -27,9 +27,8 @@ class Seats(msgspec.Struct, frozen=True):
     inflight: int  # 0: as many as fill the lines
     routes: Routing = ()  # empty: stochastic wiring
     returned_bytes: float | None = None  # of a boundary tensor's gradient; None: as the tensor itself
-    value_bytes: float = (
-        FP32  # of a gradient's value as it is averaged: how many values there are says in how many slices they go
-    )
+    # Of a gradient's value as it is averaged: how many values there are says in how many slices they go
+    value_bytes: float = FP32
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     updating_s: float = 0.0  # of the optimizer and what goes with it, at the replica that takes longest
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed

@@ -34,7 +34,7 @@ LEAST_BYTES = 16 << 10  # that are worth a call of the system
 # Of queue: a time, and a part of the round trip; a busy machine writes late
 UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = 0.01, 1 / 10
 ROUND_S = 0.02  # at least
-START_GROWTH = 1.5  # of the window in a round trip, until there is a queue for the first time
+START_GROWTH = 1.5  # of the window in a round trip, while it is not known what the line carries
 STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
 MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
 RATE_ROUNDS = 3  # that make a rate: the looks are some milliseconds apart, and bytes come late together
@@ -43,7 +43,9 @@ RESTART_ROUNDS = 2  # round trips in which a way could have carried more
 RESTART_S, RESTART_MOST_S = 1.0, 60.0  # between two restarts of a connection
 SHORT, SHORT_S = 0.9, 0.1  # of a receiver's share, and between two restarts for it
 ROOMY = 0.75  # of the window
-HELD, HELD_BYTES = 1 / 8, 32 << 10  # of the window, or more, that the system holds back
+# Of the window, or so many bytes, if more, in the system: it holds them back. In a line that the window limits hardly any wait there
+HELD, HELD_BYTES = 1 / 8, 32 << 10
+LONG_QUEUE = 3.0  # times what is allowed: the window shrinks by all that is too much, else by half of it
 LONG_ROUND = 3.0  # times what a round takes at least
 # Of queue on one way. Acknowledgements wait in the receiver's uplink and in this machine's downlink, which no window of this way empties
 PATH_ALLOWED_S = 0.1
@@ -265,14 +267,14 @@ class UplinkWindow:
 
     def __init__(self) -> None:
         self.size_bytes = FIRST_BYTES
-        self._starting = True  # there has been no queue yet
+        self._starting = True  # no queue has shown yet what the line carries, or that was forgotten
         self._full = False  # all of the window was used, in this round
         self._used = False  # and not by bytes that the system holds back
         self._round_s = (0.0, 0.0)  # when it began, and when it may end
         self._acknowledged: list[Acknowledged] = []  # in this round
-        self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds that used the window
         self._came: deque[tuple[int, float]] = deque(maxlen=RATE_ROUNDS)  # in the last rounds: bytes, seconds
-        self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of the same
+        self._rates_Bps: deque[tuple[float, float]] = deque()  # when they were; of rounds in which the window was full
+        self._queues_s: deque[float] = deque(maxlen=FOREIGN)  # of rounds that used the window
         self.queue_s = 0.0  # common to all connections, in the last round
         self.busy = BusyRate()
         # Of the queue: it belongs to others, or the way has become longer; and for how long
@@ -284,7 +286,7 @@ class UplinkWindow:
         """Far from full, beside those."""
         return outstanding_bytes < ROOMY * self.size_bytes
 
-    def room_bytes(self, outstanding_bytes: int, unsent_bytes: int = 0) -> int:
+    def room_bytes(self, outstanding_bytes: int, unsent_bytes: int) -> int:
         """Bytes that may be sent beside those. 0: wait for acknowledgements. `unsent_bytes` of them wait in the system, which holds them
         back for a receiver: while they are many, it is not the window that is too small."""
         room = self.size_bytes - outstanding_bytes
@@ -341,7 +343,7 @@ class UplinkWindow:
             room_s = max(room_s, base_s * GROWTH)
         # Bytes that are sent again, or wait unsent, take longer than a round trip and no place in a queue
         factor = min(1.0, (base_s + allowed_s) / (base_s + queue_s))
-        if queue_s < 3 * allowed_s:
+        if queue_s < LONG_QUEUE * allowed_s:
             factor = (1 + factor) / 2  # the last change shows a round later
         if self._used and queue_s < allowed_s / 2:
             factor = STEP
