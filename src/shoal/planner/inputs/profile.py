@@ -175,6 +175,11 @@ class StageProfile(msgspec.Struct, frozen=True):
         """Of the forward that a backward recomputes, per microbatch; the last stage's backward is the first to compute it."""
         return self.flops - (0.0 if self.last else sum(part.reference_flops for part in self.parts))
 
+    def hop_flops(self, kept: bool) -> float:
+        """Of one microbatch, there and back; its forward is recomputed unless its activations are `kept`."""
+        again = 0.0 if kept and not self.last else self.again_flops
+        return (0.0 if self.last else self.flops) + self.back_flops + again
+
     @property
     def block_flops(self) -> float:
         """What activation checkpointing computes again, per microbatch."""

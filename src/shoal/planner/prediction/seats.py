@@ -106,7 +106,12 @@ def request_bytes(seats: Seats) -> list[float]:
 
 def handed_bytes(seats: Seats) -> tuple[list[float], list[float]]:
     """What a replica sends to other replicas and receives from them for one microbatch that passes it, by stage."""
-    last, body, back = seats.stages - 1, seats.boundary_bytes, seats.back_bytes
+    return handed(seats.stages, seats.boundary_bytes, seats.back_bytes)
+
+
+def handed(stages: int, body: float, back: float) -> tuple[list[float], list[float]]:
+    """The same for boundary tensors of `body` bytes, and of `back` on their way back."""
+    last = stages - 1
     sent = [body * (stage < last) + back * (stage > 0) for stage in range(last + 1)]
     return sent, [body * (stage > 0) + back * (stage < last) for stage in range(last + 1)]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from shoal import units
-from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.inputs.profile import consecutive, spans
+from shoal.planner.inputs.cluster import Cluster, Device
+from shoal.planner.inputs.profile import BACKWARD, FORWARD, consecutive, spans
+from shoal.planner.prediction.seats import handed
 from shoal.planner.strategy.pricing import Option, lacks_bytes, placed
 from shoal.planner.strategy.problem import Problem, stages_text
 
@@ -38,8 +41,9 @@ def fleets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(fleets_by_gap))
 
 
-def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Refusal:
-    """Every device of the fleet at a stage it can hold, so that all stages pass about as much; or why that cannot be."""
+def seated(problem: Problem, stages: int, fleet: tuple[int, ...], lines: bool = True) -> Option | Refusal:
+    """Every device of the fleet at a stage it can hold, so that all stages pass about as much, by compute and `lines` or by compute
+    alone; or why that cannot be."""
     blocks, devices = problem.shape.layers, problem.cluster.devices
     if not 1 <= stages <= min(blocks, len(fleet)):
         text = f"{stages_text(stages)} of a model of {blocks} blocks on {len(fleet)} devices; each needs a block and a device"
@@ -47,7 +51,6 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
     cut = spans(blocks, stages)
     work = [problem.profile.stage(span) for span in cut]
     stage_of = [-1] * len(devices)
-    rate = [0.0] * stages
     by_memory = sorted(fleet, key=lambda i: (-(devices[i].memory_bytes or math.inf), -devices[i].flops, i))
     hungry = sorted(range(stages), key=lambda s: (-work[s].parameters, -work[s].activation_bytes, s))
     for stage, device in zip(hungry, by_memory, strict=False):
@@ -58,25 +61,52 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...]) -> Option | Re
                 " more stages, devices or memory, or a smaller microbatch"
             )
             return Refusal(text + ("" if problem.swapping else ", or --swap"), lacks)
-        stage_of[device], rate[stage] = stage, devices[device].flops
-    _fill(problem, cut, [device for device in fleet if stage_of[device] < 0], stage_of, rate)
+        stage_of[device] = stage
+    _fill(problem, cut, [device for device in fleet if stage_of[device] < 0], stage_of, lines)
     if problem.uneven:
-        other = _balanced(problem, cut, rate)
-        if all(lacks_bytes(problem, other[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0):
-            cut = other
+        other = _balanced(problem, cut, stage_of)
+        cut = other if _fits(problem, other, tuple(stage_of)) else cut
     return placed(problem, cut, tuple(stage_of))
 
 
-def _fill(problem: Problem, cut: tuple[range, ...], left: list[int], stage_of: list[int], rate: list[float]) -> None:
-    """Seats the devices that are left, the fastest first, each where least FLOP/s serve the stage's work so far."""
+def _fill(problem: Problem, cut: tuple[range, ...], left: list[int], stage_of: list[int], lines: bool) -> None:
+    """Seats the devices that are left, the fastest first, each at the stage that passes the fewest microbatches so far."""
     devices = problem.cluster.devices
-    flops = [4 * problem.profile.stage(span).flops or 1.0 for span in cut]
+    passed = _passed(problem, cut, stage_of, lines)
     for device in sorted(left, key=lambda i: (-devices[i].flops, i)):
         fits = [s for s, span in enumerate(cut) if lacks_bytes(problem, span, devices[device]) <= 0]
         if fits:
-            stage = min(fits, key=lambda s: (rate[s] / flops[s], s))
+            stage = min(fits, key=lambda s: (passed[s], s))
             stage_of[device] = stage
-            rate[stage] += devices[device].flops
+            passed[stage] += _passes(problem, cut, stage, devices[device], lines)
+
+
+def _passed(problem: Problem, cut: tuple[range, ...], stage_of: Sequence[int], lines: bool = True) -> list[float]:
+    """Microbatches that each stage passes in a second, roughly."""
+    passed = [0.0] * len(cut)
+    for stage, device in zip(stage_of, problem.cluster.devices, strict=True):
+        if stage >= 0:
+            passed[stage] += _passes(problem, cut, stage, device, lines)
+    return passed
+
+
+def _passes(problem: Problem, cut: tuple[range, ...], stage: int, device: Device, lines: bool) -> float:
+    """Microbatches that a device passes in a second at the stage, there and back, as its compute allows, and its lines."""
+    slowest_s = max(_hop_flops(problem, cut[stage]) / device.flops, 1e-12)
+    if lines:
+        sent, received = handed(len(cut), problem.profile.boundary_bytes, problem.returned_bytes)
+        slowest_s = max(
+            slowest_s, sent[stage] / (device.up_Bps or math.inf), received[stage] / (device.down_Bps or math.inf)
+        )
+    return 1 / slowest_s
+
+
+def _hop_flops(problem: Problem, span: range) -> float:
+    """Of one microbatch at the stage of these blocks, as far as that is known before devices are seated."""
+    stage = problem.profile.stage(span)
+    if problem.emulated_s:
+        return BACKWARD - FORWARD if stage.last else BACKWARD
+    return stage.hop_flops(kept=problem.kept_activations != 0)
 
 
 def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: int) -> Option:
@@ -84,55 +114,102 @@ def improved(problem: Problem, best: Option, rng: np.random.Generator, budget: i
     devices = problem.cluster.devices
     alike = len({(d.flops, d.memory_bytes, d.up_Bps, d.down_Bps) for d in devices}) == 1
     if alike and _uniform(problem.cluster):
-        return best  # every swap is the same placement, and `seated` has balanced the counts
+        return _recounted(problem, best, budget)
     for _ in range(budget):
         shifts = problem.uneven and best.stages > 1 and rng.random() < SHIFTED
-        best = _shifted(problem, best, rng) if shifts else _exchanged(problem, best, rng)
+        cut, stage_of = best.cut, best.seats.stage_of
+        if shifts:
+            cut = _shifted(cut, int(rng.integers(1, best.stages)), bool(rng.integers(2)))
+        else:
+            stage_of = _exchanged(stage_of, rng)
+        if (cut, stage_of) != (best.cut, best.seats.stage_of) and _fits(problem, cut, stage_of):
+            other = placed(problem, cut, stage_of)
+            best = other if _quicker(other, best) else best
     return best
 
 
-def _exchanged(problem: Problem, best: Option, rng: np.random.Generator) -> Option:
-    """Two devices swapped, or one moved to the stage of another, if the rough step gets shorter by that."""
-    devices, stage_of = problem.cluster.devices, list(best.seats.stage_of)
-    one, two = (int(i) for i in rng.choice(len(devices), size=2, replace=False))
-    if stage_of[one] == stage_of[two]:
-        return best
-    if rng.random() < 0.7 or (stage_of[one] >= 0 and stage_of.count(stage_of[one]) == 1):
-        stage_of[one], stage_of[two] = stage_of[two], stage_of[one]
-    else:
-        stage_of[one] = stage_of[two]  # which may be left out
-    if any(stage_of[d] >= 0 and lacks_bytes(problem, best.cut[stage_of[d]], devices[d]) > 0 for d in (one, two)):
-        return best
-    other = placed(problem, best.cut, tuple(stage_of))
-    return other if other.rough_s < best.rough_s * (1 - 1e-9) else best
+def _recounted(problem: Problem, best: Option, budget: int) -> Option:
+    """Of devices that are all alike only how many a stage has matters, and where the borders are. `seated` has balanced them by
+    FLOPs; what a stage takes depends on what it keeps, too, which needs the numbers."""
+    tried = 0
+    while True:
+        for other in _neighbours(problem, best):
+            tried += 1
+            if tried > budget:
+                return best
+            if _quicker(other, best):
+                best = other
+                break
+        else:
+            return best
 
 
-def _shifted(problem: Problem, best: Option, rng: np.random.Generator) -> Option:
-    """One block moved over a border between two stages, if the rough step gets shorter by that."""
-    border, up = int(rng.integers(1, best.stages)), bool(rng.integers(2))
-    ends = [span.stop for span in best.cut]
-    ends[border - 1] += 1 if up else -1
-    cut = tuple(range(first, end) for first, end in zip([0, *ends], ends, strict=False))
-    devices, stage_of = problem.cluster.devices, best.seats.stage_of
-    if not all(cut) or any(
-        lacks_bytes(problem, cut[stage], devices[d]) > 0
-        for d, stage in enumerate(stage_of)
-        if stage in (border - 1, border)
+def _neighbours(problem: Problem, best: Option) -> Iterator[Option]:
+    """With one device more at a slow stage and one less at a quick one; with one block moved over a border; with both."""
+    seats = best.seats
+    groups = [seats.replicas(stage) for stage in range(best.stages)]
+    passed = _passed(problem, best.cut, seats.stage_of)
+    by_rate = sorted(range(best.stages), key=lambda stage: (passed[stage], stage))
+    served = [
+        tuple(slow if device == groups[quick][-1] else stage for device, stage in enumerate(seats.stage_of))
+        for slow, quick in itertools.product(by_rate, reversed(by_rate))
+        if slow != quick and len(groups[quick]) > 1
+    ]
+    borders = itertools.product(range(1, best.stages), (True, False)) if problem.uneven else ()
+    cuts = [_shifted(best.cut, border, up) for border, up in borders]
+    for cut, stage_of in itertools.chain(
+        itertools.product([best.cut], served),
+        itertools.product(cuts, [seats.stage_of]),
+        itertools.product(cuts, served),
     ):
-        return best
-    other = placed(problem, cut, stage_of)
-    return other if other.rough_s < best.rough_s * (1 - 1e-9) else best
+        if _fits(problem, cut, stage_of):
+            yield placed(problem, cut, stage_of)
 
 
-def _balanced(problem: Problem, cut: tuple[range, ...], rate: list[float]) -> tuple[range, ...]:
+def _exchanged(stage_of: tuple[int, ...], rng: np.random.Generator) -> tuple[int, ...]:
+    """Two devices swapped, or one moved to the stage of another, which may be left out."""
+    other = list(stage_of)
+    one, two = (int(i) for i in rng.choice(len(other), size=2, replace=False))
+    if other[one] == other[two]:
+        return stage_of
+    if rng.random() < 0.7 or (other[one] >= 0 and other.count(other[one]) == 1):
+        other[one], other[two] = other[two], other[one]
+    else:
+        other[one] = other[two]
+    return tuple(other)
+
+
+def _shifted(cut: tuple[range, ...], border: int, up: bool) -> tuple[range, ...]:
+    """One block moved over the border between two stages, of which one may have none left."""
+    sizes, moved = [len(span) for span in cut], 1 if up else -1
+    return consecutive([*sizes[: border - 1], sizes[border - 1] + moved, sizes[border] - moved, *sizes[border + 1 :]])
+
+
+def _fits(problem: Problem, cut: tuple[range, ...], stage_of: tuple[int, ...]) -> bool:
+    """Whether every stage has a block, and every device memory for its stage."""
+    devices = problem.cluster.devices
+    return all(cut) and all(lacks_bytes(problem, cut[s], devices[d]) <= 0 for d, s in enumerate(stage_of) if s >= 0)
+
+
+def _quicker(other: Option, best: Option) -> bool:
+    return other.rough_s < best.rough_s * (1 - 1e-9)
+
+
+def _balanced(problem: Problem, cut: tuple[range, ...], stage_of: list[int]) -> tuple[range, ...]:
     """Blocks given out one by one, each to the stage that stays the quickest with it."""
-    parts = problem.profile.parts
-    first, block, head = parts[0].flops, parts[1].flops, parts[-1].flops
-    stages = len(cut)
+    blocks, stages = problem.shape.layers, len(cut)
     counts = [1] * stages
-    extra = [(first if s == 0 else 0.0) + (head if s == stages - 1 else 0.0) for s in range(stages)]
-    for _ in range(problem.shape.layers - stages):
-        stage = min(range(stages), key=lambda s: (((counts[s] + 1) * block + extra[s]) / rate[s], s))
+    flops = [
+        sum(d.flops for d, s in zip(problem.cluster.devices, stage_of, strict=True) if s == own)
+        for own in range(stages)
+    ]
+
+    def seconds(stage: int, count: int) -> float:
+        first = 0 if stage == 0 else blocks - count if stage == stages - 1 else 1
+        return _hop_flops(problem, range(first, first + count)) / flops[stage]
+
+    for _ in range(blocks - stages):
+        stage = min(range(stages), key=lambda s: (seconds(s, counts[s] + 1), s))
         counts[stage] += 1
     return consecutive(counts)
 

@@ -109,10 +109,18 @@ class _Search(NamedTuple):
         roughly.sort(key=_rough_s)
         played = self._paced([self._played(_weighted(problem, option)) for option in roughly[:PLAYED]])
         played.sort(key=_step_s)
+        played = sorted([*played, *self._by_compute(played[:1])], key=_step_s)
         played[:WIRED] = [self._wired(option) for option in played[:WIRED]]
         played += [start if start.step else self._played(start) for start in starts]
         best_of = {option.stages: option for option in sorted(played, key=_step_s, reverse=True)}
         return sorted(best_of.values(), key=_step_s), refusals
+
+    def _by_compute(self, best: list[Option]) -> list[Option]:
+        """As many stages, whose replicas are counted for compute alone. Where all of a step's microbatches are on their way at once,
+        lines are full one way after the other, and the rough step, which has both ways at once, widens the wrong stages."""
+        fleet = tuple(range(len(self.problem.cluster.devices)))
+        others = (seated(self.problem, option.stages, fleet, lines=False) for option in best)
+        return self._paced([self._played(_weighted(self.problem, one)) for one in others if isinstance(one, Option)])
 
     def _stricter(self) -> Iterator[Option]:
         """The best option of each problem that lacks one of the relaxations."""
