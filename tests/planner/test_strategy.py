@@ -436,10 +436,10 @@ def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
     given = problem(store_limits=store_limits)
     best, plain = decided(given, 4), decided(problem(store_limits=memory.StoreLimits(0, 0)), 4)
     tensor_bytes = given.profile.boundary_bytes
-    for made, kept_tensors in ((best, (2, 4, 4, 2)), (plain, (0, 1, 1, 1))):
-        served = [math.ceil(WORK.microbatches / len(stage.peers)) for stage in made.stages]
+    for decision, kept_tensors in ((best, (2, 4, 4, 2)), (plain, (0, 1, 1, 1))):
+        served = [math.ceil(WORK.microbatches / len(stage.peers)) for stage in decision.stages]
         expected = [kept * share * tensor_bytes for kept, share in zip(kept_tensors, served, strict=True)]
-        assert [stage.kept_bytes for stage in made.stages] == expected
+        assert [stage.kept_bytes for stage in decision.stages] == expected
     more = [one.memory_bytes - other.memory_bytes for one, other in zip(best.stages, plain.stages, strict=True)]
     kept = zip(best.stages, plain.stages, strict=True)
     assert more == pytest.approx([one.kept_bytes - other.kept_bytes for one, other in kept]), "one memory"
