@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.leader.evictions import FIRST_PAUSE, Pauses
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.rules.lines import CLOSE, FAR, by_line, line_rates, too_narrow
+from shoal.core.leader.rules.lines import CLOSE, FAR, by_line, line_rates, measured, too_narrow
 from shoal.core.leader.rules.removal import remove
 from shoal.core.messages import TURNS, Heartbeat, Member, Phase, Settings, View
 from shoal.core.trainer.turns import turns_of
@@ -60,6 +60,18 @@ def test_who_is_not_measured_counts_as_usual_and_without_any_measurement_nothing
     assert line_rates(MEMBERS, facts, SETTINGS)["b"] == USUAL
     _, facts = known(MEMBERS, a=0, b=0, c=0, d=0)
     assert line_rates(MEMBERS, facts, SETTINGS) == {}
+
+
+def test_the_pace_of_peers_has_their_lines_where_both_are_measured() -> None:
+    _, facts = known(MEMBERS, d=500)
+    assert measured(MEMBERS, facts, SETTINGS) == ((), {}, {}), "no rate is known, so that a second means nothing"
+    for one in MEMBERS:
+        facts.on_message(one.peer, msgspec.structs.replace(facts.heartbeats[one.peer], rate=4.0), 2.0)
+    seconds, speeds, lines = measured((*MEMBERS, NEWCOMER), facts, SETTINGS)
+    assert seconds == (0.25, 0.25) and set(speeds) == set("abcd")
+    assert lines == {"a": 2.5, "b": 2.5, "c": 2.5, "d": 0.5, "e": 2.5}, (
+        "tensors of 1 MB; a newcomer's line is a usual one"
+    )
 
 
 def test_a_plan_knows_better() -> None:

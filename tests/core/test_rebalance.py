@@ -57,6 +57,26 @@ def test_every_thin_stage_gets_a_peer_at_once() -> None:
     assert "gain 2.00x, cost 60 s of" in moves[0].reason and moves[0].reason.startswith(f"move {moves[0].peer} ")
 
 
+def test_where_lines_are_full_the_stages_between_the_ends_get_the_peers() -> None:
+    """A microbatch crosses both ends of a stage in the middle: a line that carries two tensors a second passes one there, two elsewhere."""
+    narrow = {f"p{i}": 2.0 for i in range(8)}
+    fleet = a_fleet(3, 3, 2, seconds=(0.25, 0.25, 0.25))
+    assert rebalance(fleet) == (), "as far as their compute goes"
+    (move,) = rebalance(msgspec.structs.replace(fleet, lines=narrow))
+    assert (move.source, move.stage) == (0, 1) and "stage 1 serves 3.00, stage 0 6.00" in move.reason
+    assert rebalance(after(msgspec.structs.replace(fleet, lines=narrow), (move,), MOVE_S)) == ()
+    wide = dict.fromkeys(narrow, 8.0)
+    assert rebalance(msgspec.structs.replace(fleet, lines=wide)) == (), "they carry what is computed"
+    members = a_fleet(2, 3, 2).members
+    assert place(members, 3, (0.25, 0.25, 0.25))[0] == 0
+    assert place(members, 3, (0.25, 0.25, 0.25), {}, narrow)[0] == 1
+
+
+def test_the_peer_with_the_wider_line_moves_to_where_lines_are_full() -> None:
+    fleet = a_fleet(3, 1, 3, seconds=(0.25, 0.25, 0.25), lines={f"p{i}": 8.0 if i == 1 else 2.0 for i in range(7)})
+    assert [one.peer for one in rebalance(fleet)] == ["p1"]
+
+
 def test_an_even_pipeline_stays() -> None:
     assert rebalance(a_fleet(3, 3, 2, 3)) == ()
     assert rebalance(a_fleet(1, 1, 1)) == ()

@@ -14,6 +14,7 @@ import numpy as np
 
 from shoal.core.consensus.certificates import quorum
 from shoal.core.leader.rebalance import Fleet, Move, measure, place, rebalance
+from shoal.core.leader.rules.lines import believed
 from shoal.core.messages import Member, Peer, Settings
 from shoal.core.names import invite_of
 from shoal.core.planned import complete, planned_seat, planned_stage
@@ -21,6 +22,7 @@ from shoal.core.transfer.download import DONORS
 from shoal.forecasting.egress import Egress
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import Composition
+from shoal.planner.prediction.seats import line_rate
 
 SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads
 # Messages one after another: the last one of the dead, or that its connections broke; Propose, Accept of the view without it
@@ -69,7 +71,8 @@ class Crew:
         self.serving: Composition = np.full(len(job.stage_of), -1)
         self.moves: tuple[Move, ...] = ()
         self.leader: Peer = ""  # a new one leads from the next step on
-        self.known: tuple[tuple[float, ...], dict[Peer, float]] = ((), {})  # seconds of stages, speeds of peers
+        # Seconds of stages, speeds of peers, tensors per second on their lines
+        self.known: tuple[tuple[float, ...], dict[Peer, float], dict[Peer, float]] = ((), {}, {})
         seated = job.seats.seated
         self._seat_of = {slot: seat for seat, slot in enumerate(seated)}
         self._settings = Settings(
@@ -100,7 +103,12 @@ class Crew:
         members = tuple(self.members.values())
         kind_of = self.job.machines.kind_of
         rates = {one.peer: self._reported[kind_of[slot_of(one.peer)]][one.stage] for one in members}
-        self.known = measure(members, rates, self.job.stages, self._settings.stage_seconds)
+        seconds, speeds = measure(members, rates, self.job.stages, self._settings.stage_seconds)
+        everybody = [one.peer for one in self.there]
+        line_rates = believed([line_rate(self.job.machines.kinds[kind_of[slot_of(peer)]]) for peer in everybody])
+        tensor_kB = self.job.seats.boundary_bytes / 1000
+        lines = {peer: rate / tensor_kB for peer, rate in zip(everybody, line_rates, strict=True)} if tensor_kB else {}
+        self.known = seconds, speeds, lines
 
     # ------------------------------------------------------------------------------------------------- coming and going
 
@@ -218,12 +226,13 @@ class Crew:
 
     def rebalance(self, now: float, left_s: float, passed: float, step_s: float) -> list[tuple[Member, float]]:
         """Members that the leader's rule moves now, each with the share of its old stage's rate that it takes away."""
-        seconds, speeds = self.known
+        seconds, speeds, lines = self.known
         fleet = Fleet(
             members=tuple(self.members.values()),
             stages=self.job.stages,
             seconds=seconds,
             speeds=speeds,
+            lines=lines,
             loading=tuple(joiner.member for joiner in self.joiners.values()),
             recent=self.moves,
             now=now,

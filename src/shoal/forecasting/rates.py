@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
+from shoal.core.leader.rebalance import boundaries
 from shoal.core.leader.rules.lines import believed, turns_of
 from shoal.core.messages import TURNS, Add, Apply, Cut, Fetch, Gather
 from shoal.forecasting.job import Job
@@ -231,10 +232,11 @@ def _turns(seats: Seats, job: Job, kinds: Sequence[int], rates: tuple[int, ...])
     turns = [TURNS] * len(kinds)
     for stage in range(seats.stages if seats.stages > 1 else 0):
         group = seats.replicas(stage)
-        boundaries = 2 if 0 < stage < seats.stages - 1 else 1
         pace = median(1 / float(job.reported_s[kinds[device], stage]) for device in group)
         of_group = turns_of(
-            {str(device): rates[device] for device in group}, boundaries * seats.boundary_bytes / 1000, pace
+            {str(device): rates[device] for device in group},
+            boundaries(stage, seats.stages) * seats.boundary_bytes / 1000,
+            pace,
         )
         for device in group:
             turns[device] = of_group[str(device)]

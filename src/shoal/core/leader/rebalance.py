@@ -3,7 +3,7 @@
 SWARM (arXiv 2301.11913, section 3.2) moves peers between stages by queue sizes; placing joiners on the thinnest stage
 captures most of that gain with no move at all, so it comes first (`place`). `rebalance` is SWARM's rule, from the least to
 the most loaded stage, with what it leaves out: several moves at once, hysteresis, jitter, a move's cost against its gain,
-the speeds of peers, the last replica of a stage, and no peer moving to and fro. For the rules (rules/), which ask at step
+the speeds of peers and their lines, the last replica of a stage, and no peer moving to and fro. For the rules (rules/), which ask at step
 boundaries and after removals; benchmarks/rebalance.py says what each is worth.
 """
 
@@ -45,6 +45,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
     seconds: tuple[float, ...] = ()  # per microbatch at each stage, by a peer of speed 1; () means equal
     speeds: Mapping[Peer, float] = {}  # relative; 1 for whoever is not named
+    # Boundary tensors per second that a peer's line carries one way; as many as it computes for whoever is not named
+    lines: Mapping[Peer, float] = {}
     loading: tuple[Member, ...] = ()  # joiners and movers, with the stage whose state they download: they count there
     recent: tuple[Move, ...] = ()  # what was decided before; what is too old to matter may be left out
     now: float = 0.0
@@ -54,17 +56,21 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(
-    members: Iterable[Member], stages: int, seconds: tuple[float, ...] = (), speeds: Mapping[Peer, float] | None = None
+    members: Iterable[Member],
+    stages: int,
+    seconds: tuple[float, ...] = (),
+    speeds: Mapping[Peer, float] | None = None,
+    lines: Mapping[Peer, float] | None = None,
 ) -> tuple[int, str]:
     """The stage a new peer should serve, and why.
 
-    `seconds[s]` is what one microbatch costs at stage s (planned or measured; equal when empty): the stage with the
-    fewest replicas per second of work is the bottleneck. Ties go to the lower stage."""
+    `seconds[s]` is what one microbatch costs at stage s (planned or measured; equal when empty): the stage that passes the
+    fewest, by its replicas' compute and `lines` (as a Fleet's), is the bottleneck. Ties go to the lower stage."""
     members = tuple(members)
     counts = [0] * stages
     for member in members:
         counts[member.stage] += 1
-    power = _power(members, _cost(seconds, stages), speeds or {})
+    power = _power(members, _cost(seconds, stages), speeds or {}, lines or {})
     stage = min(range(stages), key=lambda s: (power[s], s))
     others = ", ".join(f"{s}:{n}" for s, n in enumerate(counts))
     return stage, f"stage {stage} has the fewest replicas for its work (replicas {others})"
@@ -136,7 +142,7 @@ class _Plan:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.cost = _cost(fleet.seconds, fleet.stages)
-        self.power = _power((*fleet.members, *fleet.loading), self.cost, fleet.speeds)
+        self.power = _power((*fleet.members, *fleet.loading), self.cost, fleet.speeds, fleet.lines)
         self.began = tuple(self.power)
         self.groups: list[list[Member]] = [[] for _ in range(fleet.stages)]  # who may be taken from, and who stays
         self.coming = [0] * fleet.stages
@@ -151,6 +157,9 @@ class _Plan:
         self.tired = {m.peer for m in resting}
         self.back = {(m.stage, m.source) for m in resting}
 
+    def serves(self, one: Member, stage: int) -> float:
+        return _serves(one.peer, stage, self.cost, self.fleet.speeds, self.fleet.lines)
+
     def best(self, thin: int) -> Member | None:
         """The peer that should move to that stage, from the stage that can best spare one; None if none should."""
         served = len(self.groups[thin])
@@ -162,8 +171,7 @@ class _Plan:
             for at, one in enumerate(group if self._may_give(giver, thin, empty) else ()):
                 if one.peer in self.tired and not empty:
                     continue
-                speed = self.fleet.speeds.get(one.peer, 1.0)
-                left, brought = self.power[giver] - speed / self.cost[giver], speed / self.cost[thin]
+                left, brought = self.power[giver] - self.serves(one, giver), self.serves(one, thin)
                 if left < self.power[thin] + MARGIN * brought and not empty:
                     continue
                 worth = (min(left, self.power[thin] + brought), left, -giver, at)
@@ -184,10 +192,9 @@ class _Plan:
         return (self.fleet.left_s - move_s) / self.cost[thin] > move_s / self.cost[giver]
 
     def carry_out(self, who: Member, thin: int) -> None:
-        speed = self.fleet.speeds.get(who.peer, 1.0)
         self.groups[who.stage].remove(who)
-        self.power[who.stage] -= speed / self.cost[who.stage]
-        self.power[thin] += speed / self.cost[thin]
+        self.power[who.stage] -= self.serves(who, who.stage)
+        self.power[thin] += self.serves(who, thin)
         self.coming[thin] += 1
         self.used.add((who.stage, thin))
         self.back.add((thin, who.stage))
@@ -203,14 +210,34 @@ def _cost(seconds: tuple[float, ...], stages: int) -> tuple[float, ...]:
 
 
 def power(
-    members: Iterable[Member], seconds: tuple[float, ...], speeds: Mapping[Peer, float], stages: int
+    members: Iterable[Member],
+    stages: int,
+    seconds: tuple[float, ...],
+    speeds: Mapping[Peer, float],
+    lines: Mapping[Peer, float],
 ) -> list[float]:
     """Microbatches per unit of time that each stage serves."""
-    return _power(members, _cost(seconds, stages), speeds)
+    return _power(members, _cost(seconds, stages), speeds, lines)
 
 
-def _power(members: Iterable[Member], cost: tuple[float, ...], speeds: Mapping[Peer, float]) -> list[float]:
+def _power(
+    members: Iterable[Member], cost: tuple[float, ...], speeds: Mapping[Peer, float], lines: Mapping[Peer, float]
+) -> list[float]:
     power = [0.0] * len(cost)
     for one in members:
-        power[one.stage] += speeds.get(one.peer, 1.0) / cost[one.stage]
+        power[one.stage] += _serves(one.peer, one.stage, cost, speeds, lines)
     return power
+
+
+def _serves(
+    peer: Peer, stage: int, cost: tuple[float, ...], speeds: Mapping[Peer, float], lines: Mapping[Peer, float]
+) -> float:
+    """Microbatches per unit of time that a peer passes at the stage: what it computes, if its line carries as many."""
+    computed = speeds.get(peer, 1.0) / cost[stage]
+    crossed = boundaries(stage, len(cost))
+    return min(computed, lines.get(peer, math.inf) / crossed) if crossed else computed
+
+
+def boundaries(stage: int, stages: int) -> int:
+    """Through so many of a stage's two ends tensors come and go: each way one of every microbatch, there or back."""
+    return (stage > 0) + (stage < stages - 1)

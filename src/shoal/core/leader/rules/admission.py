@@ -8,8 +8,8 @@ from shoal.core.leader.evictions import Misfit
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import arrived, counting
 from shoal.core.leader.rebalance import place
-from shoal.core.leader.rules.lines import by_line
-from shoal.core.leader.rules.moves import bare_stages, measured
+from shoal.core.leader.rules.lines import by_line, measured
+from shoal.core.leader.rules.moves import bare_stages
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import empty_stages
 from shoal.core.messages import Member, Peer, Settings, View
@@ -31,7 +31,7 @@ def admit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
 
     A view goes to everybody: one for each of n newcomers would be n * n messages (30,000 events at 100 peers)."""
     joining, reasons = list(view.joining), []
-    seconds, speeds = measured(view.members, facts, settings)
+    pace = measured((*view.members, *view.joining), facts, settings)
     for peer, asked in facts.requests.joins.items():
         there = (*view.members, *joining)
         if not _welcome(peer, there, facts, now):
@@ -39,7 +39,7 @@ def admit(view: View, facts: Facts, settings: Settings, now: float) -> Proposal 
         taken = {member.seat for member in there}
         planned = planned_stage(settings, asked.seat, taken)
         stage, why = planned or place(
-            (one for one in there if one.peer not in facts.requests.leaves), settings.stages, seconds, speeds
+            (one for one in there if one.peer not in facts.requests.leaves), settings.stages, *pace
         )
         joining.append(Member(peer=peer, stage=stage, seat=planned_seat(settings, asked.seat, stage, taken)))
         reasons.append(f"{peer} joins stage {stage}: {why}")

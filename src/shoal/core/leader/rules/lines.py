@@ -1,4 +1,4 @@
-"""What the peers' lines carry, by their own reports: who owns how much of a round, and which peer's line is too narrow for the run.
+"""What peers pass and their lines carry, by their own reports: the pace of stages, who owns how much of a round, whose line is too narrow.
 
 A round ends when the narrowest line of a group has carried its part, and every peer waits for it: who sends its sum and receives the
 group's cannot be spared the gradient once each way (allreduce/layout.py). So one narrow line can make everybody's steps many times as
@@ -22,8 +22,7 @@ import msgspec
 from shoal.core.allreduce.layout import busy_times
 from shoal.core.consensus.phases import ended
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.rebalance import power
-from shoal.core.leader.rules.moves import measured
+from shoal.core.leader.rebalance import boundaries, measure, power
 from shoal.core.messages import TURNS, Member, Peer, Settings, View
 
 CLOSE = 1.5  # of the median: measured rates of equal lines differ by as much on busy machines, so these count as equal
@@ -63,6 +62,25 @@ def _line(peer: Peer, facts: Facts) -> int:
         return 0
     rates = [rate for rate in (heartbeat.up_kBps, heartbeat.down_kBps) if rate]
     return min(rates, default=0)
+
+
+def measured(
+    members: tuple[Member, ...], facts: Facts, settings: Settings
+) -> tuple[tuple[float, ...], dict[Peer, float], dict[Peer, float]]:
+    """Seconds per microbatch at each stage, the peers' relative speeds, and the boundary tensors per second that their lines carry: from
+    the members' rates, else as planned."""
+    heartbeats = {one.peer: heartbeat for one in members if (heartbeat := facts.heartbeats.get(one.peer))}
+    rates = {
+        one.peer: heartbeats[one.peer].rate
+        for one in members
+        if one.peer in heartbeats and heartbeats[one.peer].stage == one.stage
+    }
+    seconds, speeds = measure(members, rates, settings.stages, settings.stage_seconds)
+    tensor_kB = _median(each.tensor_bytes for each in heartbeats.values()) / 1000
+    if not speeds or not tensor_kB:  # seconds as planned are no measure beside lines
+        return seconds, speeds, {}
+    lines = line_rates(members, facts, settings)
+    return seconds, speeds, {peer: rate / tensor_kB for peer, rate in lines.items() if rate}
 
 
 def too_narrow(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:
@@ -125,10 +143,8 @@ def _slows(one: Member, rate: int, view: View, facts: Facts, settings: Settings)
 def _hops_share(one: Member, others: tuple[Member, ...], facts: Facts, settings: Settings) -> float:
     """What a step's hops take with that peer, of what they take without it: the thinnest stage decides."""
     everybody = (*others, one)
-    seconds, speeds = measured(everybody, facts, settings)
-    return min(power(others, seconds, speeds, settings.stages)) / min(
-        power(everybody, seconds, speeds, settings.stages)
-    )
+    pace = measured(everybody, facts, settings)
+    return min(power(others, settings.stages, *pace)) / min(power(everybody, settings.stages, *pace))
 
 
 def _averaging_s(members: tuple[Member, ...], lines: Mapping[Peer, int], facts: Facts, settings: Settings) -> float:
@@ -152,8 +168,7 @@ def by_line(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tu
     for stage in range(settings.stages):
         group = [one.peer for one in members if one.stage == stage]
         heartbeats = [heartbeat for peer in group if (heartbeat := facts.heartbeats.get(peer))]
-        boundaries = 2 if 0 < stage < settings.stages - 1 else 1
-        tensor_kB = boundaries * _median([each.tensor_bytes for each in heartbeats]) / 1000
+        tensor_kB = boundaries(stage, settings.stages) * _median([each.tensor_bytes for each in heartbeats]) / 1000
         turns |= turns_of(
             {peer: lines.get(peer, 0) for peer in group}, tensor_kB, _median([each.rate for each in heartbeats])
         )

@@ -15,35 +15,25 @@ from collections.abc import Container, Iterable, Mapping
 import msgspec
 
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.rebalance import Fleet, Move, measure, rebalance
+from shoal.core.leader.rebalance import Fleet, Move, rebalance
+from shoal.core.leader.rules.lines import measured
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import lost_stages
 from shoal.core.messages import Member, Peer, Settings, View
 from shoal.core.planned import NOWHERE
 
 
-def measured(
-    members: tuple[Member, ...], facts: Facts, settings: Settings
-) -> tuple[tuple[float, ...], dict[Peer, float]]:
-    """Seconds per microbatch at each stage and the peers' relative speeds: from the members' rates, else as planned."""
-    rates: dict[Peer, float] = {}
-    for member in members:
-        heartbeat = facts.heartbeats.get(member.peer)
-        if heartbeat is not None and heartbeat.stage == member.stage:
-            rates[member.peer] = heartbeat.rate
-    return measure(members, rates, settings.stages, settings.stage_seconds)
-
-
 def fleet(
     members: tuple[Member, ...], loading: tuple[Member, ...], facts: Facts, settings: Settings, now: float
 ) -> Fleet:
     """These members and joiners; how long the run lasts, and how much of the step is booked, is the caller's to add."""
-    seconds, speeds = measured(members, facts, settings)
+    seconds, speeds, lines = measured((*members, *loading), facts, settings)
     return Fleet(
         members=members,
         stages=settings.stages,
         seconds=seconds,
         speeds=speeds,
+        lines=lines,
         loading=loading,
         recent=facts.history.moves,
         now=now,
