@@ -19,6 +19,7 @@ from shoal.core.leader.books.jams import (
     MANY_LONGEST,
     PARTS,
     QUICK_BEATS,
+    UNSURE,
     USUAL,
     WITNESSES,
     Jams,
@@ -39,7 +40,7 @@ class Jam:
     """The last three microbatches lack at stage 1, those of d, e and f; the others took 0.2 s."""
 
     def __init__(self, view: View = VIEW) -> None:
-        self.view, self.now, self.slowest_s = view, 0.0, 0.0
+        self.view, self.now, self.slowest_s, self.expected = view, 0.0, 0.0, 0.0
         self.stalls, self.jams, self.ledger = Stalls(SETTINGS), Jams(SETTINGS), Ledger(2, 6)
         self.heard = dict.fromkeys("abcdef", 0.0)
         self.stalls.on_step(0.0, first=False)
@@ -52,7 +53,9 @@ class Jam:
     def look(self, silent: str = "") -> Outcome:
         self.heard |= {peer: self.now for peer in "abcdef" if peer not in silent}
         self.stalls.ask(self.view, self.ledger, 0.0, inf, self.now)
-        return self.jams.look(self.view, self.ledger, self.stalls, self.slowest_s, inf, self.heard, self.now)
+        return self.jams.look(
+            self.view, self.ledger, self.stalls, self.slowest_s, inf, self.expected, self.heard, self.now
+        )
 
     def beat(self, *answers: tuple[str, int, str, int], silent: str = "") -> Outcome:
         """A beat later, and what each says to what it is asked: peer, microbatch, for whom it waits, how many were late with it."""
@@ -278,6 +281,20 @@ def test_a_maker_that_four_servers_wait_for_is_judged_sooner_than_one_that_two_w
         assert peers(outcome) == ["d"]
         times.append(jam.now)
     assert times[1] < times[0] and times[1] > MANY_LONGEST * 3.0
+
+
+def test_in_a_first_step_nobody_is_judged_before_books_can_have_grown() -> None:
+    """Hops end one in a second by what lines carry: all forwards come first, and owners find late what waits in line."""
+    said = ("d", 3, "a", 1), ("e", 4, "a", 1), ("a", 3, "a", 0), ("a", 4, "a", 0)
+    quick, slow = Jam(), Jam()
+    slow.expected = 1.0
+    assert quick.convicted(*said) == slow.convicted(*said) == ["a"]
+    grown_s = USUAL * UNSURE * (6 / PARTS) / slow.expected  # a part of half of the step
+    assert quick.now < 6.0 and grown_s < slow.now < grown_s + 3.0
+    assert not quick.jams.in_time and not slow.jams.in_time
+    slow.jams.clear()
+    slow.look()
+    assert slow.jams.in_time, "books begin anew"
 
 
 def after_a_step_of(seconds: float, booked: int, count: int = 96) -> tuple[Jam, float]:

@@ -10,9 +10,18 @@ import pytest
 
 from shoal.core.leader.evictions import FIRST_PAUSE, Pauses
 from shoal.core.leader.facts import Facts
-from shoal.core.leader.rules.lines import CLOSE, FAR, by_line, line_rates, measured, too_narrow
+from shoal.core.leader.rules.lines import (
+    CLOSE,
+    FAR,
+    SLOW_kBps,
+    by_line,
+    expected_pace,
+    line_rates,
+    measured,
+    too_narrow,
+)
 from shoal.core.leader.rules.removal import remove
-from shoal.core.messages import TURNS, Heartbeat, Member, Phase, Settings, View
+from shoal.core.messages import TURNS, Complaint, Heartbeat, Member, Phase, Settings, View
 from shoal.core.trainer.turns import turns_of
 
 MEMBERS = tuple(Member(peer, stage) for peer, stage in (("a", 0), ("b", 1), ("c", 0), ("d", 1)))
@@ -72,6 +81,30 @@ def test_the_pace_of_peers_has_their_lines_where_both_are_measured() -> None:
     assert lines == {"a": 2.5, "b": 2.5, "c": 2.5, "d": 0.5, "e": 2.5}, (
         "tensors of 1 MB; a newcomer's line is a usual one"
     )
+
+
+def test_what_a_first_step_can_pass_follows_the_narrowest_line_of_its_thinnest_stage() -> None:
+    """Tensors of 1 MB; a peer that says its line is next to nothing counts as one with a part of the usual line."""
+    expected = [expected_pace(MEMBERS, known(MEMBERS, a=rate)[1], SETTINGS) for rate in (USUAL, 1000, 1)]
+    assert expected == [5.0, 2.0, 2 * USUAL / 1000 / FAR]
+    _, facts = known(MEMBERS, a=0, b=0, c=0, d=0)
+    assert expected_pace(MEMBERS, facts, SETTINGS) == 2 * SLOW_kBps / 1000
+    middle = msgspec.structs.replace(SETTINGS, stages=3)
+    three = (*MEMBERS, Member("e", 2), Member("f", 2))
+    assert expected_pace(three, known(three)[1], middle) == 2.5, "stage 1 passes two tensors of each"
+    for one in MEMBERS:
+        facts.on_message(one.peer, msgspec.structs.replace(facts.heartbeats[one.peer], rate=0.25), 2.0)
+    assert expected_pace(MEMBERS, facts, SETTINGS) == 0.5, "what is computed"
+    assert expected_pace(MEMBERS, Facts("a", SETTINGS, Random(1).random), SETTINGS) == 0.0
+
+
+def test_an_unanswered_request_is_nobodys_fault_while_a_first_steps_books_are_in_time() -> None:
+    _, facts = known(MEMBERS)
+    for in_time in (True, False):
+        facts.evidence.jams._in_time = in_time
+        for accuser in ("a", "b", "d"):
+            facts.on_message(accuser, Complaint("c", "has answered nothing for 9.0 s", kind="unreachable"), 2.0)
+        assert bool(facts.evidence.guilty) != in_time
 
 
 def test_a_plan_knows_better() -> None:

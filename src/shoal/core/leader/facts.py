@@ -342,19 +342,19 @@ class Facts:
                 self.changed |= ledger.whole
 
     def _on_complaint(self, peer: Peer, complaint: Complaint, now: float) -> None:
-        """`unreachable`: a link may be to blame, so a stage's last replica stays; whom I do not hear either is only silent."""
-        about, reason = complaint.about, complaint.reason
+        """`unreachable`: a link may be to blame, so a stage's last replica stays; whom I do not hear is only silent; lines may be full."""
+        about, reason, stage = complaint.about, complaint.reason, self.serving.get(complaint.about)
         if complaint.kind == "stale":
             if about == peer:
                 self.evidence.stale[peer] = reason
             return
-        stage = self.serving.get(about)
         if stage is None or peer not in self.serving:
             return
         if complaint.kind == "unreachable":
             quiet_s = now - self.received_at.get(about, now) if about in self.heartbeats else math.inf
             alone = sum(other == stage for other in self.serving.values()) < 2
-            if alone or (about != self.name and quiet_s > QUIET_BEATS * self.settings.heartbeat_s):
+            silent = about != self.name and quiet_s > QUIET_BEATS * self.settings.heartbeat_s
+            if alone or silent or self.evidence.jams.in_time:
                 return
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 

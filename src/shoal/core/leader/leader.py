@@ -19,6 +19,7 @@ from shoal.core.leader.evidence import Chance
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import newcomers
 from shoal.core.leader.rules import checks, order, rounds
+from shoal.core.leader.rules.lines import expected_pace
 from shoal.core.leader.rules.proposal import Proposal
 from shoal.core.leader.undo.unchecked import tracked
 from shoal.core.messages import BookerRequest, Command, Dismissed, Note, Peer, Round, Send, Settings, View, Wire
@@ -225,7 +226,8 @@ class Leader:
         most_s = PROMPT * self.followed_s
         commands = evidence.stalls.ask(view, ledger, slowest_s, most_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, most_s, facts.received_at, now)
+        expected = self.settings.stages * expected_pace(view.members, facts, self.settings)
+        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, most_s, expected, facts.received_at, now)
         evidence.reassigning = jam.moves | evidence.reassigning
         for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)

@@ -34,6 +34,8 @@ LONGEST = 4.0  # times as long as anything in this step has taken is late, where
 MANY, MANY_LONGEST = 4, 2.0
 PARTS = 8.0  # of what is open: as long as one is booked books grow
 USUAL = 2.0  # times as long as such a part takes in the quickest of KNOWN steps nobody is judged, FIRST times at a step's beginning
+# Times as long as is expected, where nothing is measured: forwards may all come before the first backward, whose tensors may be larger
+UNSURE = 4.0
 ASKED = 64  # microbatches that are asked after at a time
 ALONE = (
     2.0  # times as long as before anybody is judged: an owner that waits alone for a server hands its microbatch over
@@ -87,6 +89,7 @@ class Jams:
         self._booked = (0, 0)  # in it, when this leader looked first, and last
         self._looked_at = 0.0  # last
         self._rates: deque[float] = deque(maxlen=KNOWN)  # bookings per second, of the steps before
+        self._in_time = False  # nothing is measured, and books grow as expected or may not have to yet, when this leader looked last
 
     def on_step(self, now: float) -> None:
         self._steps += 1
@@ -100,11 +103,17 @@ class Jams:
 
     def clear(self) -> None:
         """The step is over, or this process was stopped: what was said is no longer true."""
+        self._in_time = False
         self._mark = Mark()
         self._hangs.clear()
         self._servers.clear()
         self._ungiven.clear()
         self._since.clear()
+
+    @property
+    def in_time(self) -> bool:
+        """In a first step whose books are as far as can be expected no trainer knows how long hops take on lines that all of them fill."""
+        return self._in_time
 
     def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:
         hang = self._hangs.get(answer.index)
@@ -125,17 +134,19 @@ class Jams:
         stalls: Stalls,
         slowest_s: float,
         most_s: float,
+        expected: float,
         heard: Mapping[Peer, float],
         now: float,
     ) -> Outcome:
-        """`slowest_s`: of the slowest peer for a microbatch; after `most_s` it asks in any case. `heard`: when each peer was heard last."""
+        """`slowest_s`: of the slowest peer for a microbatch; after `most_s` it asks in any case. `expected`: bookings per second, where no
+        step has been measured; 0: not known. `heard`: when each peer was heard last."""
         self._keep(view)
-        quiet_s = self._quiet_s(ledger, now)
+        quiet_s, usual_s = self._quiet_s(ledger, now), self._usual_s(expected)
+        self._in_time = not self._rates and quiet_s < usual_s
         if quiet_s < min(most_s, max(ASK_BEATS * self._settings.heartbeat_s, HOPS * slowest_s)):
             return Outcome()
         outcome = Outcome(self._ask(view, ledger, now), [], {})
         stalls.gaps.remedied |= self._blamed
-        usual_s = self._usual_s
         if quiet_s < min(most_s, max(self._quick_s, usual_s, GAPS * max(stalls.gaps.now_s, stalls.gaps.before_s))):
             return outcome
         long_s = max(self._quick_s, usual_s, LONGEST * stalls.gaps.longest_s) if ledger.booked else inf
@@ -169,16 +180,15 @@ class Jams:
             self._ungiven.clear()
         return now - self._mark.at
 
-    @property
-    def _usual_s(self) -> float:
+    def _usual_s(self, expected: float) -> float:
         """For so long less than a part of what was open may be booked: on full lines hops end at the pace of the lines, and late at first.
-        The quickest step says so, since whoever is to blame only makes them slower. 0 in the first step."""
-        mark = self._mark
-        if not self._rates:
+        The quickest step says so, since whoever is to blame only makes them slower; before there is one, what is expected."""
+        mark, rate = self._mark, max(self._rates, default=expected / UNSURE)
+        if not rate:
             return 0.0
         needed = mark.booked + mark.left
         part = max(mark.left, needed / 2) / PARTS  # not less at the end, when hops drain through all stages
-        return (USUAL if mark.booked else FIRST) * part / max(self._rates)
+        return (USUAL if mark.booked else FIRST) * part / rate
 
     @property
     def _blamed(self) -> bool:

@@ -29,6 +29,7 @@ CLOSE = 1.5  # of the median: measured rates of equal lines differ by as much on
 FAR = 4.0  # times the median, that a peer is believed at most
 NARROW = 0.5  # of the median: only such a line is looked at; between it and the others' the owners' shares even out most of the difference
 YOUNG = 0.25  # of a step's books: a member is left out only before more is booked, since what it has booked is computed again
+SLOW_kBps = 1250.0  # 10 Mbit/s
 # Of a joiner's download, after which what its line carries is known; or when it has all of its state
 KNOWN_BEATS = 40.0
 
@@ -81,6 +82,25 @@ def measured(
         return seconds, speeds, {}
     lines = line_rates(members, facts, settings)
     return seconds, speeds, {peer: rate / tensor_kB for peer, rate in lines.items() if rate}
+
+
+def expected_pace(members: tuple[Member, ...], facts: Facts, settings: Settings) -> float:
+    """Microbatches per second that the thinnest stage passes in a first step, whose turns are even: its narrowest line has as many as the
+    others. 0: nothing is known. A line that is not measured is taken for a slow one. Compute is a usual peer's, and no line counts for less
+    than a part of the usual one, so that nobody alone says how long the others may take."""
+    heartbeats = [heartbeat for one in members if (heartbeat := facts.heartbeats.get(one.peer))]
+    tensor_kB = _median(each.tensor_bytes for each in heartbeats) / 1000
+    if not tensor_kB:
+        return 0.0
+    computed = _median(each.rate for each in heartbeats) or math.inf
+    lines = line_rates(members, facts, settings)
+    usual_kBps = _median(lines.values()) or SLOW_kBps
+    paces = []
+    for stage in range(settings.stages):
+        group = [max(lines.get(one.peer, 0) or usual_kBps, usual_kBps / FAR) for one in members if one.stage == stage]
+        crossed_kB = tensor_kB * max(1, boundaries(stage, settings.stages))
+        paces.append(len(group) * min(computed, min(group, default=usual_kBps) / crossed_kB))
+    return min(paces)
 
 
 def too_narrow(view: View, facts: Facts, settings: Settings, now: float) -> dict[Peer, str]:

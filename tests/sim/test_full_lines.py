@@ -1,0 +1,50 @@
+"""Where tensors take longer on lines than hops do to compute nobody is at fault, and a first step has no measure of that."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shoal.core.leader import leader
+from shoal.sim.faults.removals import Removed, WatchedSwarm
+from shoal.sim.lines import Ranges
+from shoal.sim.scenarios.drawing import draw
+from shoal.sim.scenarios.scenario import Scenario
+
+FULL = Scenario(
+    name="full_lines",
+    peers=(7, 12),
+    stages=(3, 4),
+    microbatches=(48, 72),
+    steps=(1, 1),
+    step_s=20.0,  # if lines took no time
+    spread=1.5,
+    staleness=0,
+    lines=Ranges(up_Bps=(4e6, 1.2e7), wider=(1.0, 1.5), boundary=(4.0, 12.0), gradient_s=(0.2, 2.0)),
+    finish_s=1500.0,
+    progress_s=400.0,
+)
+
+
+def removed(seed: int) -> list[Removed]:
+    """Without any fault, and with room for all that is on its way."""
+    case = draw(FULL, seed)
+    roomy = msgspec.structs.replace(
+        case.settings, activation_store_bytes=1 << 32, inflight=4, queue_limit=16, peers=case.peers
+    )
+    swarm = WatchedSwarm(msgspec.structs.replace(case, patience=1.0, settings=roomy))
+    outcome = swarm.run()
+    assert outcome.committed == 1, outcome
+    return swarm.removed
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(15, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
+def test_a_first_step_on_full_lines_costs_nobody_its_place(seed: int) -> None:
+    """Four and six were evicted there, and the third run had no commit within 400 s."""
+    assert removed(seed) == []
+
+
+@pytest.mark.slow
+def test_without_what_can_be_expected_honest_peers_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "expected_pace", lambda *_: 0.0)
+    assert removed(15)
