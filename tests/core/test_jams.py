@@ -291,10 +291,11 @@ def test_in_a_first_step_nobody_is_judged_before_books_can_have_grown() -> None:
     assert quick.convicted(*said) == slow.convicted(*said) == ["a"]
     grown_s = USUAL * UNSURE * (6 / PARTS) / slow.expected  # a part of half of the step
     assert quick.now < 6.0 and grown_s < slow.now < grown_s + 3.0
-    assert not quick.jams.in_time and not slow.jams.in_time
+    assert not quick.jams.in_time(quick.now) and not slow.jams.in_time(slow.now)
     slow.jams.clear()
     slow.look()
-    assert slow.jams.in_time, "books begin anew"
+    assert slow.jams.in_time(slow.now), "books begin anew"
+    assert not slow.jams.in_time(slow.now + (ASK_BEATS + 1) * BEAT_S), "all is booked: nobody looks"
 
 
 def after_a_step_of(seconds: float, booked: int, count: int = 96) -> tuple[Jam, float]:

@@ -354,7 +354,7 @@ class Facts:
             quiet_s = now - self.received_at.get(about, now) if about in self.heartbeats else math.inf
             alone = sum(other == stage for other in self.serving.values()) < 2
             silent = about != self.name and quiet_s > QUIET_BEATS * self.settings.heartbeat_s
-            if alone or silent or self.evidence.jams.in_time:
+            if alone or silent or self.evidence.jams.in_time(now):
                 return
         self.convict(self.evidence.conduct.accuse(peer, about, reason, witnesses=len(self.serving) - 1))
 

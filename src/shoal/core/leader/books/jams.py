@@ -110,10 +110,9 @@ class Jams:
         self._ungiven.clear()
         self._since.clear()
 
-    @property
-    def in_time(self) -> bool:
+    def in_time(self, now: float) -> bool:
         """In a first step whose books are as far as can be expected no trainer knows how long hops take on lines that all of them fill."""
-        return self._in_time
+        return self._in_time and now - self._looked_at <= ASK_BEATS * self._settings.heartbeat_s
 
     def on_answer(self, peer: Peer, answer: Booker, now: float) -> None:
         hang = self._hangs.get(answer.index)
