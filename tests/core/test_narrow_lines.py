@@ -98,10 +98,12 @@ def test_what_a_first_step_can_pass_follows_the_narrowest_line_of_its_thinnest_s
     assert expected_pace(MEMBERS, Facts("a", SETTINGS, Random(1).random), SETTINGS) == 0.0
 
 
-def test_an_unanswered_request_is_nobodys_fault_while_a_first_steps_books_are_in_time() -> None:
+def test_an_unanswered_request_is_nobodys_fault_while_a_first_steps_books_are_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, facts = known(MEMBERS)
     for in_time in (True, False):
-        facts.evidence.jams._in_time, facts.evidence.jams._looked_at = in_time, 2.0
+        monkeypatch.setattr(facts.evidence.jams, "in_time", lambda _, answer=in_time: answer)
         for accuser in ("a", "b", "d"):
             facts.on_message(accuser, Complaint("c", "has answered nothing for 9.0 s", kind="unreachable"), 2.0)
         assert bool(facts.evidence.guilty) != in_time

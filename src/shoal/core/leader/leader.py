@@ -226,8 +226,10 @@ class Leader:
         most_s = PROMPT * self.followed_s
         commands = evidence.stalls.ask(view, ledger, slowest_s, most_s, now)
         verdicts, evidence.reassigning = evidence.stalls.judge(view, ledger, evidence.conduct, now)
-        expected = self.settings.stages * expected_pace(view.members, facts, self.settings)
-        jam = evidence.jams.look(view, ledger, evidence.stalls, slowest_s, most_s, expected, facts.received_at, now)
+        jams, pace = evidence.jams, 0.0
+        if not jams.paced:
+            pace = self.settings.stages * expected_pace(view.members, facts, self.settings)
+        jam = jams.look(view, ledger, evidence.stalls, slowest_s, most_s, pace, facts.received_at, now)
         evidence.reassigning = jam.moves | evidence.reassigning
         for verdict in (*verdicts, *jam.verdicts):
             facts.convict(verdict)

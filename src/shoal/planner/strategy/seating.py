@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -71,34 +72,46 @@ def seated(problem: Problem, stages: int, fleet: tuple[int, ...], lines: bool = 
 
 def _fill(problem: Problem, cut: tuple[range, ...], left: list[int], stage_of: list[int], lines: bool) -> None:
     """Seats the devices that are left, the fastest first, each at the stage that passes the fewest microbatches so far."""
-    devices = problem.cluster.devices
-    passed = _passed(problem, cut, stage_of, lines)
+    devices, loads = problem.cluster.devices, _loads(problem, cut, lines)
+    passed = _passed(problem, loads, stage_of)
     for device in sorted(left, key=lambda i: (-devices[i].flops, i)):
         fits = [s for s, span in enumerate(cut) if lacks_bytes(problem, span, devices[device]) <= 0]
         if fits:
             stage = min(fits, key=lambda s: (passed[s], s))
             stage_of[device] = stage
-            passed[stage] += _passes(problem, cut, stage, devices[device], lines)
+            passed[stage] += loads[stage].passes(devices[device])
 
 
-def _passed(problem: Problem, cut: tuple[range, ...], stage_of: Sequence[int], lines: bool = True) -> list[float]:
+class _Load(NamedTuple):
+    """Of one microbatch at a stage, there and back."""
+
+    flops: float
+    sent_bytes: float
+    received_bytes: float
+
+    def passes(self, device: Device) -> float:
+        """Microbatches that it passes there in a second, as its compute and its line allow."""
+        up_s, down_s = (
+            self.sent_bytes / (device.up_Bps or math.inf),
+            self.received_bytes / (device.down_Bps or math.inf),
+        )
+        return 1 / max(self.flops / device.flops, up_s, down_s, 1e-12)
+
+
+def _loads(problem: Problem, cut: tuple[range, ...], lines: bool = True) -> list[_Load]:
+    """By stage; without `lines` as if nothing travelled."""
+    sent, received = handed(len(cut), problem.profile.boundary_bytes, problem.returned_bytes)
+    travels = zip(sent, received, strict=True) if lines else ((0.0, 0.0) for _ in cut)
+    return [_Load(_hop_flops(problem, span), *both) for span, both in zip(cut, travels, strict=True)]
+
+
+def _passed(problem: Problem, loads: list[_Load], stage_of: Sequence[int]) -> list[float]:
     """Microbatches that each stage passes in a second, roughly."""
-    passed = [0.0] * len(cut)
+    passed = [0.0] * len(loads)
     for stage, device in zip(stage_of, problem.cluster.devices, strict=True):
         if stage >= 0:
-            passed[stage] += _passes(problem, cut, stage, device, lines)
+            passed[stage] += loads[stage].passes(device)
     return passed
-
-
-def _passes(problem: Problem, cut: tuple[range, ...], stage: int, device: Device, lines: bool) -> float:
-    """Microbatches that a device passes in a second at the stage, there and back, as its compute allows, and its lines."""
-    slowest_s = max(_hop_flops(problem, cut[stage]) / device.flops, 1e-12)
-    if lines:
-        sent, received = handed(len(cut), problem.profile.boundary_bytes, problem.returned_bytes)
-        slowest_s = max(
-            slowest_s, sent[stage] / (device.up_Bps or math.inf), received[stage] / (device.down_Bps or math.inf)
-        )
-    return 1 / slowest_s
 
 
 def _hop_flops(problem: Problem, span: range) -> float:
@@ -148,7 +161,7 @@ def _neighbours(problem: Problem, best: Option) -> Iterator[Option]:
     """With one device more at a slow stage and one less at a quick one; with one block moved over a border; with both."""
     seats = best.seats
     groups = [seats.replicas(stage) for stage in range(best.stages)]
-    passed = _passed(problem, best.cut, seats.stage_of)
+    passed = _passed(problem, _loads(problem, best.cut), seats.stage_of)
     by_rate = sorted(range(best.stages), key=lambda stage: (passed[stage], stage))
     served = [
         tuple(slow if device == groups[quick][-1] else stage for device, stage in enumerate(seats.stage_of))

@@ -110,6 +110,11 @@ class Jams:
         self._ungiven.clear()
         self._since.clear()
 
+    @property
+    def paced(self) -> bool:
+        """A step has been measured: nothing needs to be expected."""
+        return bool(self._rates)
+
     def in_time(self, now: float) -> bool:
         """In a first step whose books are as far as can be expected no trainer knows how long hops take on lines that all of them fill."""
         return self._in_time and now - self._looked_at <= ASK_BEATS * self._settings.heartbeat_s

@@ -6,8 +6,9 @@ long. A run asks for `peers` peers and takes them as they are. Whoever is beyond
 expected to take `join_slowdown` times as long as without it, and as with a peer whose line is as wide as the others': what it computes is
 counted for it. It may ask again after the pause of an evicted peer, which grows, as each try costs the others a download.
 
-A peer can lie of its own line only: one that says less than is true owns less or is left out itself; one that says more is believed up to
-FAR times the median, and is what the others wait for (leader/progress.py). docs/design/2026-11-24-narrow-lines.md
+A peer can lie of its own line only: one that says less than is true owns less, or is left out itself, and its stage counts as thinner; one
+that says more is believed up to FAR times the median, and is what the others wait for (leader/progress.py).
+docs/design/2026-11-24-narrow-lines.md
 """
 
 from __future__ import annotations
