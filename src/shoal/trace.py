@@ -15,9 +15,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import IO, cast
+from typing import IO, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -190,10 +191,20 @@ def finite(value: object) -> bool:
     if isinstance(value, float):
         return value - value == 0.0
     if isinstance(value, msgspec.Struct):
-        return all(finite(getattr(value, field)) for field in value.__struct_fields__)
-    if isinstance(value, tuple) and value and not isinstance(value[0], (int, str)):
-        return all(finite(part) for part in value)
-    return True
+        return all(finite(getattr(value, field)) for field in _with_numbers(type(value)))
+    return all(finite(part) for part in value) if isinstance(value, tuple) else True
+
+
+@cache
+def _with_numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Names of the fields in which a float may be, by their types: few of most messages, which are many."""
+    return tuple(name for name, hint in get_type_hints(kind).items() if name in kind.__struct_fields__ and _may_hold_number(hint))
+
+
+def _may_hold_number(hint: object) -> bool:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return bool(_with_numbers(hint))
+    return hint is float or any(map(_may_hold_number, get_args(hint)))
 
 
 def _differing(recorded: tuple[AnyCommand, ...], replayed: list[Command]) -> list[str]:

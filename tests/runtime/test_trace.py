@@ -132,9 +132,12 @@ def test_a_trace_of_another_protocol_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_not_finite_is_found_wherever_it_is() -> None:
-    from shoal.core.messages import Booking, Heartbeat, Reduced
+    from shoal.core.messages import Booking, Heartbeat, OwnedSums, Reduced, Sketch
 
     assert trace.finite(Heartbeat(1, 1, 1, True, (Booking(0, 2.5), Booking(1, None)), queue_s=0.5))
     assert not trace.finite(Heartbeat(1, 1, 1, True, (Booking(0, 2.5), Booking(1, float("nan")))))
     assert not trace.finite(Heartbeat(1, 1, 1, True, rate=float("inf")))
     assert not trace.finite(Reduced(0, 1, 1, "d", float("-inf")))
+    ours, theirs = Sketch(), Sketch(products=(0.0, 1.0, float("nan"), 0.0))
+    assert trace.finite(Reduced(0, 1, 1, "d", 1.0, sums=(OwnedSums("d", ours, parts=(ours, ours)),)))
+    assert not trace.finite(Reduced(0, 1, 1, "d", 1.0, sums=(OwnedSums("d", ours, parts=(ours, theirs)),)))
