@@ -62,6 +62,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, capsys: pytes
     assert f"{path}, line 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_seeds_played_at_once_print_what_they_print_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*words: str) -> list[dict[str, object]]:
         assert program.main(["simulate", "calm", "seeds=0:3", "--json", *words]) == 0

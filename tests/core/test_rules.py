@@ -41,7 +41,10 @@ def pure(function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any
     return watched
 
 
-@pytest.mark.parametrize(("scenario", "seed"), [("leader_dies", 0), ("lost", 1), ("strangers/member/norm", 0)])
+@pytest.mark.parametrize(
+    ("scenario", "seed"),
+    [("leader_dies", 0), pytest.param("lost", 1, marks=pytest.mark.slow), ("strangers/member/norm", 0)],
+)
 def test_asking_a_rule_changes_nothing(scenario: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
 

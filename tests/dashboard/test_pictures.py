@@ -69,6 +69,7 @@ def test_each_picture_is_a_png_and_an_svg(tmp_path: Path, drawn: tuple[Plan, Clu
         assert data.startswith(b"\x89PNG") if path.suffix == ".png" else b"<svg" in data
 
 
+@pytest.mark.slow
 def test_a_search_is_drawn_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",

@@ -147,7 +147,8 @@ def in_memory(tmp_path: Path) -> Left:
 
 
 @pytest.mark.parametrize(
-    ("executor", "staleness"), [("resident", 0), pytest.param("swapping", 0, marks=pytest.mark.slow), ("swapping", 1)]
+    ("executor", "staleness"),
+    [("resident", 0), *(pytest.param("swapping", late, marks=pytest.mark.slow) for late in (0, 1))],
 )
 def test_four_peers_that_hold_the_whole_model_have_the_bits_of_one_process(
     tmp_path: Path, executor: str, staleness: int
@@ -185,7 +186,9 @@ def test_with_delayed_updates_too_every_replica_has_the_bits_of_one_process_that
     assert reference.relative(other.state(), process.state()) > 1e-5  # it does matter
 
 
-@pytest.mark.parametrize(("local_steps", "staleness"), [(1, 0), (3, 0), pytest.param(1, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("local_steps", "staleness"), [(1, 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 0), (1, 1)))]
+)
 def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
     tmp_path: Path, local_steps: int, staleness: int
 ) -> None:
@@ -211,7 +214,7 @@ def test_a_gradient_that_is_averaged_piece_by_piece_has_the_same_bits(
         (0, {}),
         pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(0, {"dora": True}, marks=pytest.mark.slow),
-        (0, {"quantize": "nf4"}),
+        pytest.param(0, {"quantize": "nf4"}, marks=pytest.mark.slow),
         pytest.param(0, {"dropout": 0.2}, marks=pytest.mark.slow),
         (1, {"dropout": 0.2}),
     ],
@@ -273,12 +276,9 @@ def test_embeddings_head_and_norms_beside_adapters_have_the_bits_of_peft(
     assert [name for name in others if torch.equal(before[name], process.parameters[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "tune",
-    [
-        {"also": ("embeddings", "norms"), "quantize": "nf4"},
-        pytest.param({"also": ("head",), "dropout": 0.2}, marks=pytest.mark.slow),
-    ],
+    "tune", [{"also": ("embeddings", "norms"), "quantize": "nf4"}, {"also": ("head",), "dropout": 0.2}]
 )
 def test_embeddings_and_norms_beside_other_adapters_have_the_bits_of_one_process(
     tmp_path: Path, tune: dict[str, Any]

@@ -55,6 +55,7 @@ def test_peers_that_train_on_pairs_have_the_bits_of_one_process(tmp_path: Path, 
     assert trace.replay(left.trace).differing == 0
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_measured_once_each(tmp_path: Path) -> None:
     config = of_pairs(tmp_path, a_config(2, 4, steps=3, batch=8))
     held = some_pairs(tmp_path / "held.jsonl", 7)

@@ -105,6 +105,7 @@ def test_copies_that_take_as_long_as_they_may_give_the_same_bits(limit: int, mon
     assert one.digest() == plain.digest() and detector.races == []
 
 
+@pytest.mark.slow
 def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving out any of them is seen as a race: so the detector sees each kind, and none is superfluous."""
     whole = Detector()
@@ -114,6 +115,7 @@ def test_every_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert races(monkeypatch, Detector(site), passes), f"{site} can be left out unnoticed"
 
 
+@pytest.mark.slow
 def test_a_device_without_memory_for_an_operator_leaves_no_copy_behind_and_the_sum_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

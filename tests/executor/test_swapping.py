@@ -129,6 +129,7 @@ def test_stages_that_swap_answer_a_pipelines_hops_as_resident_ones_do(dtype: str
             one.zero()
 
 
+@pytest.mark.slow
 def test_a_pass_loads_each_group_at_most_twice_and_the_last_once_however_many_microbatches() -> None:
     config = a_config()
     for limit in limits(config):

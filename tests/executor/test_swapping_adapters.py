@@ -46,10 +46,12 @@ def stirred(one: Any) -> Any:
         ("llama", "bfloat16", True, {}),
         pytest.param("qwen3", "float32", True, {"quantize": "nf4"}, marks=pytest.mark.slow),
         pytest.param("llama", "bfloat16", False, {"quantize": "nf4"}, marks=pytest.mark.slow),
-        ("llama", "float32", False, {"dora": True}),
+        pytest.param("llama", "float32", False, {"dora": True}, marks=pytest.mark.slow),
         ("llama", "float32", False, {"targets": ("q_proj", "down_proj"), "rslora": True}),
         pytest.param("llama", "bfloat16", False, {"also": ("embeddings", "head", "norms")}, marks=pytest.mark.slow),
-        ("qwen3", "float32", False, {"also": ("embeddings", "norms"), "quantize": "nf4"}),
+        pytest.param(
+            "qwen3", "float32", False, {"also": ("embeddings", "norms"), "quantize": "nf4"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_adapters_get_the_resident_executors_bits_however_often_their_base_is_loaded(
@@ -104,7 +106,7 @@ def test_a_frozen_embedding_that_begins_the_model_is_not_loaded_for_a_backward_p
 @pytest.mark.parametrize(
     ("dtype", "tune"),
     [
-        ("bfloat16", {}),
+        pytest.param("bfloat16", {}, marks=pytest.mark.slow),
         pytest.param("float32", {"quantize": "nf4"}, marks=pytest.mark.slow),  # quickly in tests/planner/test_memory.py
         pytest.param("float32", {}, marks=pytest.mark.slow),
         pytest.param("bfloat16", {"quantize": "nf4"}, marks=pytest.mark.slow),

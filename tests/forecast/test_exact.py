@@ -41,6 +41,7 @@ def test_without_churn_every_message_gives_what_the_planner_predicts() -> None:
     assert exact.peer_hours == pytest.approx(aggregated.peer_hours)
 
 
+@pytest.mark.slow
 def test_both_forecasts_count_the_same_egress() -> None:
     """Tensors, the owners' tokens, averaging; and, where machines come and go, the state that newcomers download and the sums that they
     are sent meanwhile."""
@@ -80,6 +81,7 @@ def test_one_history_for_one_seed_and_another_for_another() -> None:
     assert one == again and one.digest != other.digest
 
 
+@pytest.mark.slow
 def test_pairs_and_lines_are_the_jobs_own() -> None:
     """Delays between kinds, and a stage's own bytes: a longer link or a narrower line makes a step as much longer as the planner says."""
     job = a_job(4)
@@ -225,7 +227,7 @@ def ended(run: ExactRun | Run, steps: int) -> list[float]:
     return run.watch.commits.times_s if isinstance(run, ExactRun) else [run.now]
 
 
-@pytest.mark.parametrize("moment", [0.5, 0.95])
+@pytest.mark.parametrize("moment", [0.5, pytest.param(0.95, marks=pytest.mark.slow)])
 def test_a_death_costs_what_it_costs_by_message(moment: float) -> None:
     """While microbatches are computed, and after the last of them, when the round has not begun: with 100 ms between machines, what it
     takes to agree on the eviction and to begin again is a second."""

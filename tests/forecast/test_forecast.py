@@ -77,6 +77,7 @@ def test_without_churn_every_step_takes_what_the_planner_predicts() -> None:
     assert (history.parts.redone, history.parts.stalled, history.deaths, history.moves) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_all_of_the_time_is_accounted_for() -> None:
     job = a_job()
     history = play(job, list(presences(Churn(life_s=1200.0), job.machines, 3 * HOUR_S, 3)), 3.0)
@@ -94,6 +95,7 @@ def test_a_death_is_detected_first_and_its_share_is_computed_again() -> None:
     assert struck.lost_stages == 0
 
 
+@pytest.mark.slow
 def test_a_stage_that_loses_its_last_replica_sends_everybody_back_to_the_checkpoint() -> None:
     changes = always(6, *(Presence(500.0 + 20 * slot, slot, False) for slot in (0, 2, 4)))  # all that serve stage 0
     rare, often = (play(a_job(6, save_every=every), changes) for every in (1000, 2))
@@ -150,6 +152,7 @@ def test_a_joiner_goes_where_the_leader_would_put_it_and_helps() -> None:
     assert replaced.steps > without.steps and replaced.joins == 9
 
 
+@pytest.mark.slow
 def test_sums_over_stages_are_near_what_is_played() -> None:
     job = a_job(16, 4)
     played, aggregated = Played(job), Aggregated(job)
@@ -195,6 +198,7 @@ def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:
     assert unlike.averaging_s == pytest.approx(alike.averaging_s, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_large_fleet_with_delayed_updates_hides_its_averaging() -> None:
     given = a_job(20, 2)
     wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 2)  # half as long as is computed
@@ -470,6 +474,7 @@ def words(*more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_one_digest_whatever_the_hash_seed() -> None:
     code = (
         "from test_forecast import *\n"

@@ -107,6 +107,7 @@ def test_the_fewest_local_steps_that_bring_nearly_all_are_taken() -> None:
     assert [steps for steps, option in local.items() if option.taken] == [best.local_steps]
 
 
+@pytest.mark.slow
 def test_an_average_of_local_steps_is_encoded_where_that_pays_and_boundaries_that_are_gone_are_not() -> None:
     best = chosen(problem(SLOW), "int8", "local_steps")
     assert travel(best)[:3] == ("none", "none", "int8") and best.local_steps > 1
@@ -125,6 +126,7 @@ def test_local_steps_need_the_whole_model_on_every_peer_and_whole_microbatches()
         strategy.decide(problem(SLOW, local_steps=4), np.random.default_rng(0), 0, stages=2)
 
 
+@pytest.mark.slow
 def test_a_problem_with_what_was_chosen_is_the_one_that_was_planned() -> None:
     given = problem(SLOW)
     best = chosen(given, *EVERYTHING)

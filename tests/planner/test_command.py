@@ -248,6 +248,7 @@ def test_with_local_steps_a_step_of_the_run_has_the_microbatches_of_all_of_them(
     assert planning_problem.work(tree).microbatches == 6 * tree.train.batch // tree.train.microbatch
 
 
+@pytest.mark.slow
 def test_what_is_allowed_is_priced_printed_and_written_and_nothing_else_is_chosen(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

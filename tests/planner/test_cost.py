@@ -116,6 +116,7 @@ def test_the_path_is_the_cheapest_of_all() -> None:
         assert communication.path_length(weights) == length
 
 
+@pytest.mark.slow
 def test_a_long_path_visits_every_node_once_and_is_near_the_exact_one() -> None:
     rng = np.random.default_rng(6)
     points = rng.random((12, 2))

@@ -53,6 +53,7 @@ def test_a_number_that_does_not_pay_leaves_the_run_to_itself() -> None:
     assert inflight.pays(1.0, 1.04) and not inflight.pays(1.0, 1.02)
 
 
+@pytest.mark.slow
 def test_no_placement_is_played_twice_in_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems that lack a relaxation find the same placements again."""
     played: list[Seats] = []
@@ -139,6 +140,7 @@ def test_with_a_free_number_a_what_if_is_never_worse_than_the_plan(seed: int) ->
         assert choices.tokens_per_s(other) >= choices.tokens_per_s(best), change
 
 
+@pytest.mark.slow
 def test_a_known_plan_with_its_number_is_where_a_search_goes_on() -> None:
     """Also for more memory, where the same placement by itself is no better."""
     given, decide = keeping(), relaxed.search(0)

@@ -37,6 +37,7 @@ def short(config: Config) -> Config:
     return changed(config, data=changed(config.data, sequence=config.data.sequence // 2), train=train)
 
 
+@pytest.mark.slow
 def test_a_tied_vocabulary_larger_than_its_encoded_blocks_leaves_the_executor_the_groups_of_the_plan(
     tmp_path: Path,
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_member_that_the_cluster_does_not_have_is_named() -> None:
         judged(machines(*"abcdef"), serving)
 
 
+@pytest.mark.slow
 def test_a_plan_of_machines_that_are_slow_now_is_weighed_on_what_they_are_now() -> None:
     serving = {**OLD.seats, "g": 0, "h": 1}
     names = tuple(serving)

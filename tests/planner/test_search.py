@@ -46,7 +46,9 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "datacenter" else ()) for name in sorted(CASES)]
+)
 def test_our_search_finds_the_proven_optimum_from_every_seed(name: str) -> None:
     for seed in range(10):
         result = anneal(published(name), rng(seed), 500)

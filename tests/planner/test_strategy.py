@@ -43,6 +43,7 @@ def step_s(best: Plan) -> float:
     return best.predicted.step_s
 
 
+@pytest.mark.slow
 def test_the_chosen_number_of_stages_is_no_slower_than_any_other() -> None:
     given = problem()
     best = decided(given)
@@ -101,6 +102,7 @@ def test_few_tokens_want_more_stages_and_many_tokens_one() -> None:
     assert len(decided(few).stages) > len(decided(many).stages) == 1
 
 
+@pytest.mark.slow
 def test_faster_lines_more_memory_or_quicker_devices_never_make_the_plan_slower() -> None:
     base = step_s(decided(problem(machines(6))))
     for change in ({"bandwidth": 4.0}, {"flops": 4.0}, {"memory": 4.0}, {"delay": 0.25}):
@@ -258,6 +260,7 @@ def test_large_models_on_small_machines_swap_inside_stages() -> None:
     assert 1 < len(best.stages) <= 4 and "swapping inside stages as ATOM" in best.reason
 
 
+@pytest.mark.slow
 def test_sensitivities_are_sorted_and_name_what_helps() -> None:
     given = problem(machines(4, bandwidth_Bps=1e6))  # narrow lines
 
@@ -431,6 +434,7 @@ def test_a_server_keeps_both_ends_of_its_boundaries_for_the_whole_step(inner: bo
     assert memory.StoreLimits(4, spill_bytes=0).kept_bytes(10, inner, last, 3.0, 2.0) == min(tensors, own_gradients + 4)
 
 
+@pytest.mark.slow
 def test_what_servers_keep_is_in_the_plans_peak_memory_where_it_lies() -> None:
     store_limits = memory.StoreLimits(2.0**40, 0)
     given = problem(store_limits=store_limits)

@@ -101,6 +101,7 @@ def honest() -> Trained:
     return train("none", steps=60)
 
 
+@pytest.mark.slow
 def test_without_a_liar_a_model_learns_as_well_with_bounds(honest: Trained) -> None:
     mean, bounded = honest, train("clip", steps=60)
     assert bounded.loss == pytest.approx(mean.loss, rel=0.005)
@@ -108,7 +109,7 @@ def test_without_a_liar_a_model_learns_as_well_with_bounds(honest: Trained) -> N
 
 
 @pytest.mark.parametrize(
-    "lie", [pytest.param(lie, marks=() if lie in ("noise", "sign flip") else pytest.mark.slow) for lie in LIES]
+    "lie", [pytest.param(lie, marks=() if lie == "sign flip" else pytest.mark.slow) for lie in LIES]
 )
 def test_beside_a_liar_that_keeps_to_the_bounds_a_model_learns_better_with_them(lie: str, honest: Trained) -> None:
     mean, bounded = train("none", lie, steps=60), train("clip", lie, steps=60)

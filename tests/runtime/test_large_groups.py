@@ -101,7 +101,7 @@ def test_owners_that_follow_unlike_lines_add_in_the_listed_order_bit_for_bit(
         ("int8", 18, 0, ()),
         ("bf16", 5, 0, UNLIKE),
         ("int8", 5, 0, UNLIKE),
-        ("bf16", 5, 2100, UNLIKE),
+        pytest.param("bf16", 5, 2100, UNLIKE, marks=pytest.mark.slow),
         pytest.param("int8", 5, 2100, UNLIKE, marks=pytest.mark.slow),
         pytest.param("bf16", 24, 2100, (), marks=pytest.mark.slow),
         pytest.param("int8", 24, 2100, (), marks=pytest.mark.slow),

@@ -259,7 +259,7 @@ def in_memory(held: TaskRunner) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("local_steps", [1, 2])
+@pytest.mark.parametrize("local_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_round_takes_no_more_memory_than_it_may(
     local_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def joined() -> tuple[list[str], bool, float]:
     return said, trains, median(later - earlier for earlier, later in pairwise(times))
 
 
+@pytest.mark.slow
 def test_a_far_joiner_of_a_run_with_quick_steps_trains() -> None:
     said, trains, step_s = joined()
     assert step_s < FAR_S / 2, "else the case shows nothing"
@@ -99,6 +100,7 @@ def joins_on_full_lines() -> float | None:
     return members[0] if members else None
 
 
+@pytest.mark.slow
 def test_a_joiner_whose_only_donor_has_a_full_line_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     joined_s = joins_on_full_lines()
     assert joined_s is not None and joined_s < 300.0

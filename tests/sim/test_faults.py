@@ -20,6 +20,7 @@ from shoal.sim.swarm import HAPPEN, Swarm
 
 SEEDS = 12  # of a scenario, in which each of its strikes must have happened
 AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
+LATE = {"copies", "dies_copying", "dies_averaging"}  # strike in few of the seeds, or late in a run
 
 
 def played(scenario: Scenario, seed: int) -> Swarm:
@@ -29,7 +30,10 @@ def played(scenario: Scenario, seed: int) -> Swarm:
     return swarm
 
 
-@pytest.mark.parametrize("scenario", AIMED, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(one, marks=pytest.mark.slow if one.name in LATE else (), id=one.name) for one in AIMED],
+)
 def test_what_is_aimed_strikes_and_the_run_goes_on(scenario: Scenario) -> None:
     struck: dict[str, int] = {}
     for seed in range(SEEDS):
@@ -106,6 +110,7 @@ def test_who_dies_applying_never_tells_that_it_applied() -> None:
     pytest.fail("nobody died applying in four seeds")
 
 
+@pytest.mark.slow
 def test_a_wiped_run_goes_on_from_its_newest_checkpoint_and_commits_only_the_rest() -> None:
     for seed in range(24):
         swarm = played(SCENARIOS["wiped"], seed)

@@ -250,13 +250,15 @@ def killed(
     return took, len(rounds)
 
 
-@pytest.mark.parametrize("peers", [4, 16, 20])
+@pytest.mark.parametrize(
+    "peers", [4, pytest.param(16, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_one_killed_in_the_middle_of_averaging_costs_one_round_more(peers: int) -> None:
     took, rounds = killed(peers, leader=False, seed=0)
     assert rounds == 2 and took[2] < took[1] + took[3]
 
 
-@pytest.mark.parametrize(("peers", "seed"), [(4, 0), (16, 1)])
+@pytest.mark.parametrize(("peers", "seed"), [(4, 0), pytest.param(16, 1, marks=pytest.mark.slow)])
 def test_the_leader_killed_in_the_middle_of_averaging_costs_one_round_more_and_an_election(
     peers: int, seed: int
 ) -> None:

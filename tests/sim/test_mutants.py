@@ -337,10 +337,13 @@ STRAINED: list[tuple[Callable[[pytest.MonkeyPatch], None], str, tuple[int, ...]]
     (leaves_a_hanging_microbatch_with_its_owner, "joiner/withhold", (41, 40)),
     (takes_the_norm_of_the_first_replica, "member/norm", (15,)),
 ]
+LATE = (leaves_a_hanging_microbatch_with_its_owner, takes_the_norm_of_the_first_replica)  # shows after seconds of play
 
 
 @pytest.mark.parametrize(
-    ("mutant", "act", "known"), STRAINED, ids=lambda one: getattr(one, "__name__", one if isinstance(one, str) else "")
+    ("mutant", "act", "known"),
+    [pytest.param(*one, marks=pytest.mark.slow if one[0] in LATE else ()) for one in STRAINED],
+    ids=lambda one: getattr(one, "__name__", one if isinstance(one, str) else ""),
 )
 def test_a_mutant_is_caught_by_one_who_means_harm(
     mutant: Callable[[pytest.MonkeyPatch], None],
@@ -366,6 +369,7 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
     pytest.fail(f"{mutant.__name__} survives {SEEDS} seeds")
 
 
+@pytest.mark.slow
 def test_going_back_to_a_checkpoint_that_is_too_young_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw(SCENARIOS["undone"], 5)
     liars = tuple(msgspec.structs.replace(one, acts=("poison",)) for one in case.hostile)  # found out some steps later

@@ -44,6 +44,7 @@ def test_sybils_add_a_third_at_most(seed: int) -> None:
         assert added <= -(-count // THIRD)
 
 
+@pytest.mark.slow
 def test_they_get_something_and_would_get_more_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(serving >= 2 and added >= 2 for seed in SEEDS for added, _, serving in usual_shares(seed))
     really = Routes.on_view

@@ -11,7 +11,7 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm, simulate
 
 _SLOW = pytest.mark.slow
-CASES = (("chaos", 7), ("strangers", 3), pytest.param("texts", 2, marks=_SLOW), pytest.param("lines", 5, marks=_SLOW))
+CASES = (("strangers", 3), *(pytest.param(*one, marks=_SLOW) for one in (("chaos", 7), ("texts", 2), ("lines", 5))))
 
 
 @pytest.mark.parametrize(("scenario", "seed"), CASES)

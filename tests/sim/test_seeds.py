@@ -29,7 +29,7 @@ FIXED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "copies": ((4,), (9, 11)),
     "machine_dies": ((0,), (1, 5)),
     "wiped_apart": ((4,), (0, 7)),
-    "large_group": ((1,), ()),  # 23 replicas of one stage
+    "large_group": ((), (1,)),  # 23 replicas of one stage
 }
 SEEDS = [
     *((name, seed) for name, (quick, _) in FIXED.items() for seed in quick),

@@ -41,6 +41,7 @@ LONG = {
     "member/noise", "member/invent", "member/poison", "member/lazy",
     "joiner/fuzz", "member/fuzz", "outsider/coup", "member/coup", "joiner/complain", "member/complain", "outsider/culprit",
     "joiner/culprit", "outsider/saved", "joiner/frozen", "joiner/books", "joiner/digest", "joiner/busy",
+    "member/idle", "member/overflow", "member/coming", "member/long", "member/held", "member/sums",
 }  # fmt: skip
 
 
