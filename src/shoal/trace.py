@@ -198,7 +198,9 @@ def finite(value: object) -> bool:
 @cache
 def _with_numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Names of the fields in which a float may be, by their types: few of most messages, which are many."""
-    return tuple(name for name, hint in get_type_hints(kind).items() if name in kind.__struct_fields__ and _may_hold_number(hint))
+    return tuple(
+        name for name, hint in get_type_hints(kind).items() if name in kind.__struct_fields__ and _may_hold_number(hint)
+    )
 
 
 def _may_hold_number(hint: object) -> bool:

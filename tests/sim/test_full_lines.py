@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from shoal.core.leader import leader
+from shoal.core.messages import Command, Event, Note, Peer
 from shoal.sim.faults.removals import Removed, WatchedSwarm
 from shoal.sim.lines import Ranges
 from shoal.sim.scenarios.drawing import draw
-from shoal.sim.scenarios.scenario import Scenario
+from shoal.sim.scenarios.scenario import Case, Scenario
+from shoal.sim.swarm import Swarm
 
 FULL = Scenario(
     name="full_lines",
@@ -26,13 +28,17 @@ FULL = Scenario(
 )
 
 
-def removed(seed: int) -> list[Removed]:
+def undisturbed(seed: int) -> Case:
     """Without any fault, and with room for all that is on its way."""
     case = draw(FULL, seed)
     roomy = msgspec.structs.replace(
         case.settings, activation_store_bytes=1 << 32, inflight=4, queue_limit=16, peers=case.peers
     )
-    swarm = WatchedSwarm(msgspec.structs.replace(case, patience=1.0, settings=roomy))
+    return msgspec.structs.replace(case, patience=1.0, settings=roomy)
+
+
+def removed(seed: int) -> list[Removed]:
+    swarm = WatchedSwarm(undisturbed(seed))
     outcome = swarm.run()
     assert outcome.committed == 1, outcome
     return swarm.removed
@@ -42,6 +48,17 @@ def removed(seed: int) -> list[Removed]:
 def test_a_first_step_on_full_lines_costs_nobody_its_place(seed: int) -> None:
     """Four and six were evicted there, and the third run had no commit within 400 s."""
     assert removed(seed) == []
+
+
+def test_such_a_step_is_said_to_be_long_and_nobody_to_be_late() -> None:
+    said: list[str] = []
+
+    def look(at_s: float, peer: Peer, event: Event, commands: list[Command]) -> None:
+        said.extend(one.text for one in commands if isinstance(one, Note) and one.kind == "stall")
+
+    Swarm(undisturbed(1), look).run()
+    waits = [text for text in said if "step 0 is not committed for" in text and "of 63 microbatches" in text]
+    assert len(waits) > 5 and all("nobody is late" in text for text in waits)
 
 
 @pytest.mark.slow

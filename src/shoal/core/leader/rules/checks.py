@@ -58,4 +58,6 @@ def why_stalled(view: View, facts: Facts, settings: Settings, now: float) -> str
         what = f"its round {facts.rounds.count} waits for {', '.join(late[:4])}{others}"
     else:
         what = "; ".join(facts.ledger(view.step).faults(view.members)[:3]) or "everything is booked"
+        if facts.evidence.jams.in_time(now):
+            what += "; nobody is late: on such lines a first step takes long"
     return f"step {view.step} is not committed for {now - since:.0f} s: {what}"[:TEXT]
