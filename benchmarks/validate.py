@@ -251,12 +251,12 @@ def too_much(one: Configuration) -> str:
 
 def measured(one: Configuration, repeats: int) -> Measured:
     runs = []
-    for _ in range(1 + repeats):
+    for left in range(repeats, -1, -1):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(_played(one, Path(folder)))
         if runs[-1].beside <= BESIDE:
             break
-        print(f"  other programs took {runs[-1].beside:.1f} cores beside it: again", flush=True)
+        print(f"  other programs took {runs[-1].beside:.1f} cores beside it{': again' if left else ''}", flush=True)
     return min(runs, key=lambda run: run.beside)
 
 
