@@ -70,7 +70,7 @@ class Plain:
         self.versions.append(stage_executor)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_step_goes_on_with_its_own_parameters_while_the_next_version_is_made(kind: str, dtype: str) -> None:
     stage_executor, config = late(kind, dtype)
     plain = Plain(config)

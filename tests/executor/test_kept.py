@@ -80,7 +80,10 @@ CASES: dict[str, tuple[dict[str, Any], Network]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"delayed", "bf16 tensors", "int4 tensors"}  # others come near to them
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in CASES])
 def test_kept_activations_give_the_bits_of_recomputed_ones(name: str) -> None:
     if "8-bit" in name:
         pytest.importorskip("torchao")

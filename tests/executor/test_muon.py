@@ -37,7 +37,7 @@ def swapped(**train: Any) -> Config:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_swapping_has_the_resident_executors_bits_late_or_in_time(dtype: str, staleness: int) -> None:
     resident = executor.create(with_muon(dtype=dtype, staleness=staleness), 0)
     swapping = executor.create(swapped(dtype=dtype, staleness=staleness), 0)

@@ -47,8 +47,8 @@ def peers(config: Config) -> list[Any]:
     return [create(serving(config), stage) for stage in range(config.run.stages)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("tune", [{}, {"rslora": True}, {"dora": True}])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize("tune", [{}, pytest.param({"rslora": True}, marks=pytest.mark.slow), {"dora": True}])
 def test_three_peers_with_an_adapter_add_the_tokens_of_peft(
     tmp_path: Path, family: str, tune: dict[str, object]
 ) -> None:

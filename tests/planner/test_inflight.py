@@ -35,6 +35,7 @@ def keeping(**changes: Any) -> Problem:
     return free(kept_activations=4, **changes)
 
 
+@pytest.mark.slow
 def test_the_plan_takes_the_number_with_the_shortest_step_and_says_what_the_run_by_itself_would_take() -> None:
     given = keeping()
     best, by_number = decided(given, 2), {}

@@ -87,9 +87,9 @@ def taken(donor: Frozen, config: Config, stage: int = STAGE) -> Frozen:
     ("dtype", "tune"),
     [
         ("float32", {}),
-        ("bfloat16", {}),
+        pytest.param("bfloat16", {}, marks=pytest.mark.slow),
         ("bfloat16", {"dora": True}),
-        ("float32", {"quantize": "nf4"}),
+        pytest.param("float32", {"quantize": "nf4"}, marks=pytest.mark.slow),
         ("bfloat16", {"quantize": "nf4"}),
     ],
 )

@@ -118,7 +118,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, detector: Detector, config: Config,
 
 
 @pytest.mark.parametrize(("beside", "place"), BESIDE, ids=[place for _, place in BESIDE])
-@pytest.mark.parametrize("executor", ["resident", "swapping"])
+@pytest.mark.parametrize("executor", [pytest.param("resident", marks=pytest.mark.slow), "swapping"])
 def test_an_optimizer_step_beside_hops_races_with_none_of_them_and_every_wait_for_it_is_needed(
     executor: str, beside: m.Task, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

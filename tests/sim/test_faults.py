@@ -20,7 +20,7 @@ from shoal.sim.swarm import HAPPEN, Swarm
 
 SEEDS = 12  # of a scenario, in which each of its strikes must have happened
 AIMED = [scenario for scenario in FAULTS if scenario.strikes != Strikes()]
-LATE = {"copies", "dies_copying", "dies_averaging"}  # strike in few of the seeds, or late in a run
+LATE = {"copies", "dies_copying", "dies_averaging", "dies_saving"}  # strike in few of the seeds, or late in a run
 
 
 def played(scenario: Scenario, seed: int) -> Swarm:

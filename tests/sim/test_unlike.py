@@ -9,9 +9,8 @@ from shoal.sim.scenarios.drawing import draw
 from shoal.sim.swarm import Swarm
 
 
-@pytest.mark.parametrize(
-    "seed", [12, 4, 6]
-)  # as a joiner that applies what was committed meanwhile; as a member; as the leader
+# As a joiner that applies what was committed meanwhile; as a member; as the leader
+@pytest.mark.parametrize("seed", [12, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 def test_a_replica_that_differs_again_and_again_is_evicted_and_the_run_goes_on(seed: int) -> None:
     swarm = Swarm(draw(SCENARIOS["unlike"], seed))
     notes = swarm.context.notes = []
