@@ -124,11 +124,13 @@ class Listed:
         if got.source not in self.answered:
             left = got.source in case.gone or got.source in case.serving
             return "unknown" if left else "evades"
+        made = self.made.get(got.source, {}).get((got.index, stage, gradient))
+        if (
+            made is None and got.source in case.gone
+        ):  # it is back, maybe elsewhere, and holds nothing of what it made before
+            return "unknown"
         if case.who[got.source].stage != (stage + 1 if gradient else stage - 1):
             return "evades"
-        made = self.made.get(got.source, {}).get((got.index, stage, gradient))
-        if made is None and got.source in case.gone:  # it is back, and holds nothing of what it made before
-            return "unknown"
         return "same" if made is not None and _same(made, got) else "unlike"
 
     def sketch(self, peer: Peer, tensor: Tensor) -> Sketch | None:
