@@ -43,7 +43,6 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import SCAN_BEATS, Job, job_of
-from shoal.forecasting.rates import Played
 from shoal.launcher.files import rundir
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work, profile
@@ -54,7 +53,7 @@ from shoal.planner.strategy.problem import Problem
 MEDIAN_PERCENT, TAIL_PERCENT, CHURN_PERCENT = 5.0, 10.0, 5.0
 # Of the processor: a limit, and what a hop, a byte sent, and a value averaged and stepped at a peer cost
 CORES, HOP_CPU_S, BYTE_CPU_S, VALUE_CPU_S = 0.5, 0.008, 15e-9, 33e-9
-# Of the processor: what a chunk of a round costs at both ends (measured on runs of seeds 30 and 42), all of which are sent within one
+# Of the processor: what a chunk of a round costs at both ends (estimated from runs of seeds 30 and 42), all of which are sent within one
 # exchange; and of a step, for how long an exchange may wait for it
 CHUNK_CPU_S, LATE = 1.8e-3, 0.05
 BESIDE = 0.6
@@ -241,15 +240,15 @@ def _toml(tree: dict[str, object]) -> str:
 
 def too_much(one: Configuration) -> str:
     """Why two cores cannot carry it; '' if they can."""
-    step = Played(one.job)(np.array(one.job.stage_of))
+    step = rates.Played(one.job)(np.array(one.job.stage_of))
     assert step is not None
     sent_bytes = one.planned.predicted.sent_bytes * len(one.job.seats.members) if one.planned.predicted else 0.0
     cores = (one.hops * HOP_CPU_S + sent_bytes * BYTE_CPU_S + one.values * VALUE_CPU_S) / step.step_s
     chunks = _chunks(rates.measured(one.job.seats, one.job, one.job.machines.kind_of))
     late_s = 0.0 if one.job.seats.staleness else chunks * CHUNK_CPU_S / 2 - step.averaging_s
-    if cores <= CORES and late_s <= LATE * step.step_s:
-        return ""
     if cores <= CORES:
+        if late_s <= LATE * step.step_s:
+            return ""
         return (
             f"{chunks} chunks of {1e3 * CHUNK_CPU_S:g} ms in an exchange of {step.averaging_s:.2f} s make two cores end it"
             f" {late_s:.2f} s later, in a step of {step.step_s:.1f} s; at most {LATE:.0%} of it"
@@ -265,7 +264,7 @@ def _chunks(seats: Seats) -> int:
     sent = 0
     for stage, nbytes in enumerate(seats.gradient_bytes):
         group = seats.replicas(stage)
-        line_rates = of_group(seats.line_rates, group) if seats.line_rates else ()
+        line_rates = of_group(seats.line_rates, group)
         owners = split(int(nbytes / seats.value_bytes), tuple(map(str, group)), line_rates=line_rates).owners
         sent += 2 * (len(group) - 1) * len(owners)
     return sent
@@ -361,7 +360,7 @@ def with_constants(job: Job, hop_s: float, round_s: float) -> Job:
 
 
 def predicted_s(job: Job) -> float:
-    step = Played(job)(np.array(job.stage_of))
+    step = rates.Played(job)(np.array(job.stage_of))
     assert step is not None
     return step.step_s
 
@@ -389,7 +388,7 @@ def churned(job: Job, run: Measured) -> tuple[float, float, float]:
     )
     job = msgspec.structs.replace(job, patience=patience)
     there, changes = _there_and_then(job, run)
-    played = Run(job, Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
+    played = Run(job, rates.Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
     horizon_s = 100.0
     while played.progress.step < steps and horizon_s < 1e6:
         played.play(horizon_s, steps=steps)

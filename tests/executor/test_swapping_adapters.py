@@ -103,15 +103,9 @@ def test_a_frozen_embedding_that_begins_the_model_is_not_loaded_for_a_backward_p
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tune"),
-    [
-        pytest.param("bfloat16", {}, marks=pytest.mark.slow),
-        pytest.param("float32", {"quantize": "nf4"}, marks=pytest.mark.slow),  # quickly in tests/planner/test_memory.py
-        pytest.param("float32", {}, marks=pytest.mark.slow),
-        pytest.param("bfloat16", {"quantize": "nf4"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # quickly in tests/planner/test_memory.py
+@pytest.mark.parametrize("tune", [{}, {"quantize": "nf4"}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_device_memory_is_what_the_plan_says_and_the_base_lies_in_the_host_once(
     tmp_path: Path, dtype: str, tune: dict[str, Any]
 ) -> None:

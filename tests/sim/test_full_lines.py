@@ -50,7 +50,7 @@ def test_a_first_step_on_full_lines_costs_nobody_its_place(seed: int) -> None:
     assert removed(seed) == []
 
 
-def test_such_a_step_is_said_to_be_long_and_nobody_to_be_late() -> None:
+def test_such_a_step_is_said_to_be_long_and_nobody_is_called_late() -> None:
     said: list[str] = []
 
     def look(at_s: float, peer: Peer, event: Event, commands: list[Command]) -> None:
@@ -58,7 +58,7 @@ def test_such_a_step_is_said_to_be_long_and_nobody_to_be_late() -> None:
 
     Swarm(undisturbed(1), look).run()
     waits = [text for text in said if "step 0 is not committed for" in text and "of 63 microbatches" in text]
-    assert len(waits) > 5 and all("nobody is late" in text for text in waits)
+    assert len(waits) > 5 and all("nobody is called late yet" in text for text in waits)
 
 
 @pytest.mark.slow

@@ -125,9 +125,8 @@ class Listed:
             left = got.source in case.gone or got.source in case.serving
             return "unknown" if left else "evades"
         made = self.made.get(got.source, {}).get((got.index, stage, gradient))
-        if (
-            made is None and got.source in case.gone
-        ):  # it is back, maybe elsewhere, and holds nothing of what it made before
+        # It is back, maybe at another stage, and holds nothing of what it made before
+        if made is None and got.source in case.gone:
             return "unknown"
         if case.who[got.source].stage != (stage + 1 if gradient else stage - 1):
             return "evades"

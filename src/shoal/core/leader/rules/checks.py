@@ -59,5 +59,5 @@ def why_stalled(view: View, facts: Facts, settings: Settings, now: float) -> str
     else:
         what = "; ".join(facts.ledger(view.step).faults(view.members)[:3]) or "everything is booked"
         if facts.evidence.jams.in_time(now):
-            what += "; nobody is late: on such lines a first step takes long"
+            what += "; lines like these make a first step long: nobody is called late yet"
     return f"step {view.step} is not committed for {now - since:.0f} s: {what}"[:TEXT]
