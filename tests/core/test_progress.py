@@ -330,6 +330,27 @@ def test_a_peer_whose_parts_have_just_come_gets_time_to_make_its_sums_once() -> 
         assert round_.verdict((1 + HEAR_BEATS) * BEAT_S)[0] == "b"
 
 
+def test_it_gets_that_time_once_for_each_piece_of_the_gradient() -> None:
+    """An honest peer was evicted 20 ms after the part came that it had lacked: it had lacked one of another piece before."""
+    round_ = Averaging()
+    for at, piece in enumerate((2, 4, 4)):
+        for peer in "acd":
+            round_.waits(peer, sums="b", piece=piece)
+        round_.waits("b", parts="c", vain=False, piece=piece)
+        assert round_.verdict() == ("", "")
+        round_.waits("b")
+        assert round_.verdict((FREED_BEATS - 1) * BEAT_S)[0] == ("b" if at == 2 else "")
+        for peer in "acd":
+            round_.waits(peer)
+        assert round_.verdict((FREED_BEATS + 1) * BEAT_S) == ("", "")
+    for peer in "acd":
+        round_.waits(peer, sums="b", piece=4)
+    round_.waits("b", parts="c", vain=False, piece=9)
+    round_.verdict(2 * BEAT_S)
+    round_.waits("b")
+    assert round_.verdict()[0] == "b", "nor for a piece at which nobody waits for it"
+
+
 def test_of_two_pieces_the_one_before_comes_first() -> None:
     round_ = Averaging()
     round_.waits("b", sums="c", piece=1)

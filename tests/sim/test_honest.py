@@ -43,6 +43,11 @@ ONCE = (  # honest peers were convicted there, for what the words say
         468,
         "a sum was lost; it had asked for that so often that it asked again only after two seconds, and was judged by then",
     ),
+    (
+        "unlike",
+        218,
+        "a part that it had lacked came 20 ms before; it had lacked one of another piece, and been given time, once before",
+    ),
     ("fleet", 14, "it accused two that had vanished, and then one that lied"),
 )
 

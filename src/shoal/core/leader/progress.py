@@ -144,9 +144,9 @@ class RoundWatch:
         self._opened = self._reduced_at = now
         self._waits: dict[Peer, Waits] = {}
         self._judged_at = float("-inf")
-        self._busy: set[Peer] = set()
-        # What these waited for came, the first time; only then could they make their sums
-        self._freed: dict[Peer, float] = {}
+        self._busy: set[tuple[Peer, int]] = set()
+        # The highest piece at which what these waited for came, and when, the first time; only then could they make their sums of it
+        self._freed: dict[Peer, tuple[int, float]] = {}
 
     def forgive(self, gap_s: float, now: float) -> None:
         """Messages that arrived while this process was stopped are still to be read."""
@@ -162,8 +162,8 @@ class RoundWatch:
         """One that names nobody withdraws those before: what was waited for came after all."""
         known = self._waits.pop(peer, None)
         if not waits.parts and not waits.sums:
-            if known is not None:
-                self._freed.setdefault(peer, now)
+            if known is not None and known.newest.piece > self._freed.get(peer, (-1, now))[0]:
+                self._freed[peer] = (known.newest.piece, now)
             return
         if known is None or now - known.at > self._fresh_s:
             known = Waits(waits, now, now + SOON_BEATS * self._settings.heartbeat_s)
@@ -186,7 +186,7 @@ class RoundWatch:
         if long and now - self._judged_at >= hear_s:
             self._judged_at = now
             freed_s = FREED_BEATS * self._settings.heartbeat_s
-            self._busy = {peer for peer, since in self._freed.items() if now - since < freed_s}
+            self._busy = {(peer, piece) for peer, (piece, since) in self._freed.items() if now - since < freed_s}
             accused = [self._accused(group, reduced, long, conduct, leader) for group in self._groups]
             if verdicts := [one for one in accused if one is not None]:
                 return verdicts
@@ -240,7 +240,7 @@ class RoundWatch:
             for peer, waits in waiting.items()
             if waits.piece == lowest
             for other in getattr(waits, what)
-            if other in group and other != peer and (what == "parts" or other not in self._busy)
+            if other in group and other != peer and (what == "parts" or (other, lowest) not in self._busy)
         }
 
     def _one(
