@@ -842,7 +842,9 @@ def test_a_server_that_two_owners_wait_for_is_evicted() -> None:
 # ---------------------------------------------------------------------------------------------------------- why it stalls
 
 
-def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_commit() -> None:
+def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     leader = hanging()
     leader.wait(STALLED * BEAT_S - 0.5, alive=tuple("bcd"))
     assert leader.machine.stall == ""
@@ -854,7 +856,11 @@ def test_why_a_step_is_not_committed_is_said_after_a_while_and_not_after_its_com
     leader.heartbeat("b", (0, 2, 3, 1))
     leader.wait(1.0, alive=tuple("bcd"))
     assert "waits for a, c, b, d" in leader.machine.stall
-    reduce(leader)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(leader.machine.facts.evidence.audits), "passed", lambda *_: False)
+        reduce(leader)
+        leader.wait(1.0, alive=tuple("bcd"))
+        assert leader.view.step == 0 and leader.machine.stall.endswith("its round 1 is done, its audit is not")
     leader.wait(1.0, alive=tuple("bcd"))
     assert leader.view.step == 1 and leader.machine.stall == ""
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shoal.core.consensus.phases import ended
+from shoal.core.leader.averaging import OpenRound
 from shoal.core.leader.evictions import Dispute
 from shoal.core.leader.facts import Facts
 from shoal.core.messages import Peer, Settings, View
@@ -53,11 +54,18 @@ def why_stalled(view: View, facts: Facts, settings: Settings, now: float) -> str
         return ""
     current = facts.rounds.open
     if current is not None:
-        late = [one.peer for group in current.message.groups for one in group if one.peer not in current.reduced]
-        others = " and others" if len(late) > 4 else ""
-        what = f"its round {facts.rounds.count} waits for {', '.join(late[:4])}{others}"
+        what = f"its round {facts.rounds.count} {_round_lacks(current)}"
     else:
         what = "; ".join(facts.ledger(view.step).faults(view.members)[:3]) or "everything is booked"
         if facts.evidence.jams.in_time(now):
             what += "; lines like these make a first step long: nobody is called late yet"
     return f"step {view.step} is not committed for {now - since:.0f} s: {what}"[:TEXT]
+
+
+def _round_lacks(current: OpenRound) -> str:
+    """In words."""
+    if current.complete:
+        return "is done, its audit is not"
+    late = [one.peer for group in current.message.groups for one in group if one.peer not in current.reduced]
+    others = " and others" if len(late) > 4 else ""
+    return f"waits for {', '.join(late[:4])}{others}"
