@@ -33,6 +33,7 @@ from shoal.core.messages import (
     TensorRequest,
     View,
 )
+from shoal.core.trainer.routing import EXTENSIONS
 from shoal.core.trainer.trainer import Trainer
 
 NEXT = "next"
@@ -142,6 +143,36 @@ def test_what_is_on_its_way_is_waited_for_once_more() -> None:
     play.tick(play.server.deadline or 0.0)
     assert play.now - pulled_at == SETTINGS.min_request_timeout_s, "once, however often it is said"
     assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 2)]
+
+
+def test_what_is_awaited_behind_other_tensors_is_not_asked_for_and_its_owner_is_told() -> None:
+    play = a_server()
+    play.hear(OWNER, a_forward(0))
+    began, query = play.now, Query(0, 0, 0, 1, 7, False)
+    an_input(play, 2, REPLICA)
+    play.hear(OWNER, query)
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 7), ())], "nothing has come of who made it"
+    for times in range(EXTENSIONS + 1):
+        due = play.server.deadline
+        assert due == began + (1 + times) * SETTINGS.min_request_timeout_s and not play.sends(TensorRequest)
+        play.now = due - 0.5
+        an_input(play, 1 + 2 * (times % 2))
+        for coming in (True, False):  # nothing has come since it was asked last
+            play.hear(OWNER, query)
+            assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 7, coming), ())]
+        play.tick(due)
+    assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 1)], "not for ever"
+
+
+def test_of_a_line_that_stands_still_a_tensor_is_asked_for_at_once() -> None:
+    play = a_server()
+    an_input(play, 2)
+    play.now += 2 * SETTINGS.min_request_timeout_s
+    play.hear(OWNER, a_forward(0))
+    play.hear(OWNER, Query(0, 0, 0, 1, 7, False))
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 7), ())], "that one came before"
+    play.tick(play.server.deadline or 0.0)
+    assert [peer for peer, _, _ in play.sends(TensorRequest)] == [OTHER]
 
 
 def test_what_was_sent_over_a_connection_that_broke_is_sent_again_at_once() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from math import gcd
 from random import Random
 
+import msgspec
 import pytest
 
 from shoal.core.messages import Member, Settings, View
@@ -397,9 +398,25 @@ def test_a_turn_is_skipped_where_another_replica_answers_much_sooner() -> None:
 
 
 def test_what_other_stages_take_bounds_the_guess_of_one_that_nothing_is_known_of() -> None:
-    routes = Routes(SETTINGS, Random(0))
-    routes.on_view((Member("a", 0), Member("b", 1)), 0.0)
-    assert not routes.knows("b") and routes.due("b", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * COLD_S
-    for seconds in (0.01, 0.02):
+    routes = Routes(msgspec.structs.replace(SETTINGS, stages=3), Random(0))
+    routes.on_view((Member("a", 0), Member("b", 1), Member("c", 2)), 0.0)
+    for seconds in (0.01, 0.02):  # a first stage's hops need no tensor
         routes.answered("a", seconds, 1.0, 0.0)
-    assert routes.knows("b") and routes.due("b", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * OTHERS * 0.02
+    assert not routes.knows("c") and routes.due("c", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * COLD_S
+    for seconds in (0.1, 0.2):
+        routes.answered("b", seconds, 1.0, 0.0)
+    assert routes.knows("c") and routes.due("c", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * OTHERS * 0.2
+    routes.answered("b", 20.0, 1.0, 0.0)
+    assert routes.due("c", BACKWARD_SIZE) == PATIENCE * BACKWARD_SIZE * 20.0, "tensors that long are nobody's fault"
+
+
+def test_a_deadline_has_time_for_what_its_trainer_has_there() -> None:
+    """The last of twelve that were sent at once was called slow when the first had been answered, and sent elsewhere, too."""
+    routes = some_routes("a", "b")
+    assert routes.due("a", 1.0, ahead=11.0) == PATIENCE * COLD_S, "nothing is known of its pace"
+    for ahead in (0.0, 1.0, 2.0):
+        routes.answered("a", 0.5 * (1.0 + ahead), 1.0, 0.0, ahead=ahead)
+    assert routes.due("b", 1.0) == pytest.approx(PATIENCE * 1.0)
+    assert routes.due("b", 1.0, ahead=11.0) == pytest.approx(PATIENCE * 0.5 * 12)
+    routes.slow("b", 1000.0, 1.0, 0.0)
+    assert routes.due("a", 1.0, ahead=11.0) == pytest.approx(PATIENCE * 0.5 * 12), "timeouts do not lengthen it"

@@ -40,7 +40,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.trainer.microbatch import LOST_TO_ONE, Hop, Kind, NextHop, new_microbatch, plan
-from shoal.core.trainer.routing import BACKWARD_SIZE, PATIENCE
+from shoal.core.trainer.routing import BACKWARD_SIZE, EXTENSIONS, PATIENCE
 from shoal.core.trainer.trainer import MOST_HOLDS, Trainer
 
 ME = "me"
@@ -256,6 +256,25 @@ def test_a_hop_that_its_server_has_got_is_waited_for_as_long_again_while_only_a_
         assert rig.trainer.deadline == pytest.approx(rig.now + due)
     assert rig.now - began > 500.0
     rig.tick()
+    assert rig.sent(Cancel if backward else Forward), "then it is slow, whatever it says"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_hop_whose_input_is_on_its_way_is_waited_for_longer_and_not_for_ever(backward: bool) -> None:
+    """Anybody else would get that tensor later, over the same line; whoever says so for ever is slow in the end."""
+    rig = Rig(seconds=(1.0, 1.0))
+    if backward:
+        hop = rig.at_last_backward()
+    else:
+        rig.read()
+        hop = rig.sent(Forward)
+    patience_s = rig.trainer._routes.patience(hop.peer, BACKWARD_SIZE if backward else 1.0)
+    for _ in range(EXTENSIONS + 1):
+        rig.tick()
+        asked = rig.now
+        rig.answer(rig.sent(Query), Pending, True)
+    rig.tick()
+    assert rig.now - asked == pytest.approx(patience_s)
     assert rig.sent(Cancel if backward else Forward), "then it is slow, whatever it says"
 
 

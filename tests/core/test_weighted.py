@@ -10,7 +10,18 @@ import pytest
 from tests.rounds import Group, Symbols, held
 
 from shoal.core.allreduce.layout import ONE_ROW, SLICES, SPARED, Layout, early_parts, owned, split
-from shoal.core.messages import RANKS, BoundaryTensor, Chunk, GatherChunk, Peer, ReduceChunk, Resend, rank
+from shoal.core.messages import (
+    RANKS,
+    Backward,
+    BoundaryTensor,
+    Chunk,
+    Forward,
+    GatherChunk,
+    Peer,
+    ReduceChunk,
+    Resend,
+    rank,
+)
 
 
 def names(count: int) -> tuple[Peer, ...]:
@@ -118,6 +129,7 @@ def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> Non
     ranks = [
         rank(message)
         for message in (
+            Forward(0, 0, 0, 0, 0, 0),
             BoundaryTensor(0, 0, 0, 0, True),
             first,
             ReduceChunk(0, 0, 0, 0),
@@ -126,6 +138,7 @@ def test_sums_of_slices_go_before_parts_and_both_before_a_joiners_state() -> Non
         )
     ]
     assert ranks == sorted(set(ranks)) and ranks[-1] == RANKS - 1
+    assert rank(Backward(0, 0, 0, 0, 0, 0)) == ranks[0], "the tokens that a first stage computes with are small"
     assert rank(GatherChunk(0, 0, 0, 0)) == rank(ReduceChunk(0, 0, 0, 0))
     for line_rates, owners in (((), 4), ((100, 400, 50, 400), 2 * SLICES)):
         play = Group(names(4), 2000, line_rates=line_rates)

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 34  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 35  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -685,13 +685,14 @@ class Query(Wire, frozen=True):
 
 
 class Pending(Wire, frozen=True):
-    """Server to owner: that request waits or runs here."""
+    """Server to owner: that request waits or runs here. `coming`: it waits for a tensor of a peer whose other tensors have come since."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     attempt: Count
+    coming: bool = False
 
 
 class Busy(Wire, frozen=True):
@@ -1226,34 +1227,33 @@ BULK = (
 )  # may carry blobs; all others travel as control
 
 
-RANKS = 7  # of bulk
-URGENT = 2
+RANKS = 8  # of bulk
+URGENT = 3
 # Pieces of higher ranks that go before one of that rank: state for a joiner costs hops a tenth of a line, half of it if it is urgent
-PASSED = (9, 9, 1, 9, 9, 9, 9)
+PASSED = (9, 9, 9, 1, 9, 9, 9, 9)
 
 
 def rank(message: Message) -> int:
-    """Which bulk messages go first on a line, 0 before 1: backward frees memory and is waited for longest, then forward, averaging,
-    state and frozen weights for a joiner, shards of a checkpoint and texts. What is urgent to a joiner goes after hops, and they share the
-    line evenly. Messages to one peer keep their order within a rank only."""
+    """Which bulk messages go first on a line, 0 before 1: requests with a microbatch's tokens, which are small and which a first stage
+    waits for, then backward, as it frees memory and is waited for longest, then forward, averaging, state and frozen weights for a joiner,
+    shards of a checkpoint and texts. What is urgent to a joiner goes after hops, and they share the line evenly. Messages to one peer keep
+    their order within a rank only."""
     match message:
-        case Backward():
+        case Forward() | Backward():
             return 0
         case BoundaryTensor():
-            return 0 if message.gradient else 1
-        case Forward():
-            return 1
+            return 1 if message.gradient else 2
         case GatherChunk(urgent=True) | Chunk(urgent=True):
             return URGENT
         case GatherChunk():
-            return 3 if message.first else 4
+            return 4 if message.first else 5
         case ReduceChunk():
-            return 4
+            return 5
         case Chunk(shard=shard) if shard and shard != FROZEN:
-            return 6
+            return 7
         case HiddenStates():
-            return 6
-    return 5
+            return 7
+    return 6
 
 
 # ------------------------------------------------------------------------------------------------------------ events

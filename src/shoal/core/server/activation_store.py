@@ -31,7 +31,7 @@ from shoal.core.messages import (
     TensorRequest,
 )
 from shoal.core.replica_state import ReplicaState, complain, drop
-from shoal.core.trainer.routing import PATIENCE
+from shoal.core.trainer.routing import EXTENSIONS, PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
 
@@ -61,6 +61,8 @@ class AwaitedTensor(msgspec.Struct):
     due: float
     calls: list[float]  # when it was awaited first, and when each Pull was sent
     coming: bool = False  # as its sender has said
+    seen_at: float = 0.0  # when another of its sender's tensors had come, the last time that its hop's owner asked
+    extensions: int = 0  # of `due`, for such tensors
 
 
 def needs(message: Forward | Backward) -> dict[Key, tuple[Peer, ...]]:
@@ -85,6 +87,7 @@ class ActivationStore:
         self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
         self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
+        self._arrived: dict[Peer, float] = {}  # when a tensor came from that peer last
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
 
     def __contains__(self, key: Key) -> bool:
@@ -136,6 +139,7 @@ class ActivationStore:
         self._no_room.clear()
         self._given_up.clear()
         self._sent.clear()
+        self._arrived.clear()
         return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
 
     def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> dict[Key, HeldTensor]:
@@ -199,9 +203,22 @@ class ActivationStore:
         for key in needed:
             want = self.wants.get(key)
             if want is not None and key not in self.held:
-                asked = (want.turns[0], *want.sources)
-                return next((peer for peer in asked if peer != self._name), self._name)
+                return self._source(want)
         return ""
+
+    def coming(self, needed: dict[Key, tuple[Peer, ...]]) -> bool:
+        """Whether a tensor that a hop lacks is to come from a peer whose other tensors have come since it was asked last."""
+        for key in needed:
+            want = self.wants.get(key)
+            if want is not None and key not in self.held:
+                arrived_at = self._arrived.get(self._source(want), 0.0)
+                comes, want.seen_at = arrived_at > max(want.calls[0], want.seen_at), arrived_at
+                return comes
+        return False
+
+    def _source(self, want: AwaitedTensor) -> Peer:
+        """Who is to give it: whoever was asked, else whoever made it."""
+        return next((peer for peer in (want.turns[0], *want.sources) if peer != self._name), self._name)
 
     def keep_wants(self, needed: Collection[Key]) -> None:
         """No hop needs the others any more."""
@@ -220,10 +237,18 @@ class ActivationStore:
 
     def tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        for key in [key for key, want in self.wants.items() if want.due <= now]:
-            del self.wants[key].turns[0]
-            commands += self._ask(key, now)
+        for key, want in [(key, want) for key, want in self.wants.items() if want.due <= now]:
+            if want.extensions < EXTENSIONS and self._line_moves(self._source(want), now):
+                want.extensions += 1
+                want.due = now + self.patience_s
+            else:
+                del want.turns[0]
+                commands += self._ask(key, now)
         return commands
+
+    def _line_moves(self, peer: Peer, now: float) -> bool:
+        """Another tensor of its came while this one was waited for: what it sent later comes later, and a copy would come last."""
+        return now - self._arrived.get(peer, float("-inf")) < self.patience_s
 
     def _ask(self, key: Key, now: float) -> list[Command]:
         """The next in turn that is still there; when none is left, the tensor does not come."""
@@ -259,6 +284,7 @@ class ActivationStore:
             )
             commands = drop(names) + self._skip((peer, self._name), key, now)
             return commands + complain(self._replica, peer, f"{tensor}: {fault or f'{len(blobs)} blobs, not 1'}")
+        self._arrived[peer] = now
         want = self.wants.pop(key, None)
         if want is None and self.full and not message.gradient:  # a gradient's hop is about to free memory
             self._no_room[key] = None

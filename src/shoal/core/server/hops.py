@@ -260,7 +260,8 @@ class Hops:
         key = not message.backward, index
         job = (self._running if self._runs(key) else None) or self._queue.get(key)
         if job is not None:
-            return [Send(peer, Pending(*hop_of(message)))] if job.reply == peer else []
+            coming = not job.task and self.store.coming(needs(job.message))
+            return [Send(peer, Pending(*hop_of(message), coming=coming))] if job.reply == peer else []
         output = Key(message.step, index, message.stage + 1, False)
         if message.backward or output not in self.store:
             return []

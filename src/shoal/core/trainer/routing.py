@@ -32,7 +32,8 @@ FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
 COLD_S = 1.0  # used without a plan and without measurements: SWARM's figure
 PATIENCE = 4.0  # a hop is slow after so many times its usual duration
-OTHERS = 4.0  # times as long as any hop has taken is taken for long of a stage that nothing is known of
+EXTENSIONS = 4  # times that it is waited for as long again, as what it lacks is on its way
+OTHERS = 4.0  # times as long as any hop has taken is the most that is expected of a stage that nothing is known of
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
 # A planned peer that was too slow is chosen again when it takes at most so many times its stage's usual
 CAUGHT_UP = 2.0
@@ -91,7 +92,7 @@ class Wiring:
 
     def __init__(self, prior_s: float, rng: Chance) -> None:
         self.usual = Usual(prior_s)  # of answers only: with timeouts it would follow its own deadlines
-        self._pace = Latency()  # of the whole stage
+        self._pace, self.usual_pace = Latency(), Usual(prior_s)  # of the whole stage, with timeouts and without
         self._rng = rng
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: a new one starts here
@@ -121,8 +122,11 @@ class Wiring:
         """Expected seconds per unit of size."""
         return replica.latency.value or self.usual.value
 
-    def measure(self, replica: Replica, seconds: float, size: float, ahead: float) -> None:
-        """A hop of that size took so long there, behind so much that this trainer had requested before."""
+    def measure(self, replica: Replica, seconds: float, size: float, ahead: float, usual: bool = False) -> None:
+        """A hop of that size took so long there, behind so much that this trainer had requested before; `usual`: as its stage does."""
+        if usual:
+            self.usual.add(seconds / size)
+            self.usual_pace.add(seconds / (size + ahead))
         replica.latency.add(seconds / size)
         replica.settles -= replica.settles > 0
         for pace in (replica.pace, self._pace):
@@ -234,7 +238,7 @@ class Routes:
         self._planned = {stage: seconds for stage, seconds in enumerate(settings.stage_seconds) if seconds > 0}
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
-        self._answers, self._longest_s = 0, 0.0  # of all stages: how many, and the longest per unit of size
+        self._answers, self._longest_s = 0, 0.0  # of stages that need a tensor; the longest per unit of size
         self._turns = Turns(settings.stages)
 
     def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
@@ -335,19 +339,21 @@ class Routes:
         """When to call `choose` again after it returned None; None if only a new view helps."""
         return self._wirings[stage].wake()
 
-    def patience(self, peer: Peer, size: float) -> float:
-        """Seconds after which a hop of that size to that peer is slow."""
-        return max(self._settings.min_request_timeout_s, self.due(peer, size))
+    def patience(self, peer: Peer, size: float, ahead: float = 0.0) -> float:
+        """Seconds after which a hop of that size to that peer is slow, behind so much that this trainer had requested there before."""
+        return max(self._settings.min_request_timeout_s, self.due(peer, size, ahead))
 
-    def due(self, peer: Peer, size: float) -> float:
+    def due(self, peer: Peer, size: float, ahead: float = 0.0) -> float:
         """The same by what is measured alone, however short."""
         if peer not in self._at:
             return 0.0
         stage, replica = self._at[peer]
-        expected_s = self._wirings[stage].expected(replica)
+        wiring = self._wirings[stage]
+        expected_s = wiring.expected(replica)
         if not self._known(stage) and self._answers >= 2:
-            expected_s = min(expected_s, OTHERS * self._longest_s)
-        return PATIENCE * size * expected_s + replica.queue_s
+            expected_s = min(max(expected_s, self._longest_s), OTHERS * self._longest_s)
+        behind_s = (size + ahead) * wiring.usual_pace.value if wiring.usual_pace.known else 0.0
+        return PATIENCE * max(size * expected_s, behind_s) + replica.queue_s
 
     def knows(self, peer: Peer) -> bool:
         """The usual time of its stage is measured or planned, or what other stages take is measured. A guess may be wrong by a factor of a
@@ -374,9 +380,8 @@ class Routes:
         stage, replica = self._at[peer]
         replica.unserved.clear()
         replica.late = None
-        self._wirings[stage].measure(replica, seconds, size, ahead)
-        if not again:
-            self._wirings[stage].usual.add(seconds / size)
+        self._wirings[stage].measure(replica, seconds, size, ahead, usual=not again)
+        if stage and not again:  # a first stage's need no tensor, and tell nothing of the others
             self._answers, self._longest_s = self._answers + 1, max(self._longest_s, seconds / size)
         if replica.lagging:
             replica.lagging = self._wirings[stage].estimate(replica) > CAUGHT_UP * self._wirings[stage].usual.value

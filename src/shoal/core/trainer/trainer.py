@@ -62,7 +62,7 @@ from shoal.core.trainer.microbatch import (
 )
 from shoal.core.trainer.ownership import NOTHING, begins, owned_by, period
 from shoal.core.trainer.reports import Reports
-from shoal.core.trainer.routing import Chance, Routes
+from shoal.core.trainer.routing import EXTENSIONS, Chance, Routes
 from shoal.core.trainer.takeover import Takeovers
 from shoal.core.trainer.window import Window
 
@@ -304,7 +304,7 @@ class Trainer:
         """From its sending until its server is asked after it. Doubled with every miss: a swarm that got slower must not be asked the same
         thing ever more often."""
         floor_s = LOOK_FLOORS * self._settings.min_request_timeout_s
-        return max(floor_s, self._routes.due(hop.peer, hop.kind.size)) * 2.0 ** min(m.slow, 2)
+        return max(floor_s, self._routes.due(hop.peer, hop.kind.size, hop.ahead)) * 2.0 ** min(m.slow, 2)
 
     def _repeat(self, m: Microbatch, hop: Hop, now: float) -> None:
         """At the peer that has it: cancel a backward, or recall once more."""
@@ -334,7 +334,7 @@ class Trainer:
             return
         elif isinstance(message, Pending):
             if hop.asked:
-                self._held(m, hop, now)
+                self._held(m, hop, message.coming, now)
         elif isinstance(message, (Busy, Refused, Missing)):
             self._declined(m, hop, message, now)
         elif hop.kind is not Kind.FORWARD:
@@ -343,11 +343,14 @@ class Trainer:
             else:
                 self._cancelled(m, hop, now)
 
-    def _held(self, m: Microbatch, hop: Hop, now: float) -> None:
-        """Its server has got it. While nothing is known of how long that stage takes, it is waited for as long again, several times."""
+    def _held(self, m: Microbatch, hop: Hop, coming: bool, now: float) -> None:
+        """Its server has got it. It is waited for as long again, several times while nothing is known of how long that stage takes, or what
+        it lacks is on its way: anybody else would get that later, over the same line."""
         hop.asked, hop.holds = False, hop.holds + 1
-        hop.held = hop.holds == MOST_HOLDS or self._routes.knows(hop.peer)
-        wait_s = self._routes.patience(hop.peer, hop.kind.size)
+        extends = coming and hop.extensions < EXTENSIONS
+        hop.extensions += extends
+        hop.held = hop.holds == MOST_HOLDS or (self._routes.knows(hop.peer) and not extends)
+        wait_s = self._routes.patience(hop.peer, hop.kind.size, hop.ahead)
         self.timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
 
     def _output(self, m: Microbatch, peer: Peer, message: Output, fault: str, now: float) -> None:
