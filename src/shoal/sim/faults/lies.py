@@ -95,9 +95,9 @@ class Lies(Generic[Value]):
         return values
 
     def _held(self, message: m.Message) -> m.Message | None:
-        """It has every request, it says, and no result ever follows."""
-        if isinstance(message, m.Output | m.Gradient):
-            return m.Pending(message.epoch, message.step, message.index, message.stage, message.attempt)
+        """It has every request, it says, and what that lacks is on its way; no result ever follows."""
+        if isinstance(message, m.Output | m.Gradient | m.Pending):
+            return m.Pending(message.epoch, message.step, message.index, message.stage, message.attempt, coming=True)
         return None if isinstance(message, TENSORS) else message
 
     def _freeze(self, message: m.Message) -> m.Message:
