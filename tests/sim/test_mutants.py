@@ -307,7 +307,7 @@ def goes_back_to_the_newest_checkpoint(patch: Patch) -> None:
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario, tuple[int, ...]]] = [
     (accepts_a_stale_answer, STORM, (23, 50)),
     (forgets_a_waiting_microbatch, ROUNDS, (12, 6)),
-    (averages_a_fenced_peer, ROUNDS, (16, 45)),
+    (averages_a_fenced_peer, ROUNDS, (82, 89)),
     (books_twice_after_a_retry, ROUNDS, (22, 10)),
     (adds_a_booked_microbatch_again, STORM, (17, 20)),
     (takes_any_half_for_a_quorum, HALVES, (8, 1)),
