@@ -164,6 +164,15 @@ def test_what_is_awaited_behind_other_tensors_is_not_asked_for_and_its_owner_is_
     assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 1)], "not for ever"
 
 
+def test_of_two_tensors_that_a_backward_lacks_either_may_be_on_its_way() -> None:
+    play = a_server()
+    play.hear(OWNER, a_backward(0))
+    play.now += 0.1
+    an_input(play, 2, NEXT, gradient=True)
+    play.hear(OWNER, Query(0, 0, 0, 1, 8, True))
+    assert play.sends(Pending) == [(OWNER, Pending(0, 0, 0, 1, 8, True), ())]
+
+
 def test_of_a_line_that_stands_still_a_tensor_is_asked_for_at_once() -> None:
     play = a_server()
     an_input(play, 2)

@@ -108,6 +108,12 @@ class Rig:
         self.answer(self.sent(Forward), Output)
         return self.sent(Backward)
 
+    def at_first_hop(self, backward: bool) -> Send:
+        if backward:
+            return self.at_last_backward()
+        self.read()
+        return self.sent(Forward)
+
 
 def ids(send: Send) -> tuple[int, int, int, int, int]:
     m = send.message
@@ -219,11 +225,7 @@ def test_a_cancelled_backward_that_was_done_is_booked_where_it_is() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_hop_that_its_server_has_got_is_waited_for_once_more_where_the_usual_time_is_known(backward: bool) -> None:
     rig = Rig(seconds=(1.0, 1.0))
-    if backward:
-        hop = rig.at_last_backward()
-    else:
-        rig.read()
-        hop = rig.sent(Forward)
+    hop = rig.at_first_hop(backward)
     began = rig.now
     rig.tick()
     patience_s = rig.now - began
@@ -242,11 +244,7 @@ def test_a_hop_that_its_server_has_got_is_waited_for_as_long_again_while_only_a_
     backward: bool,
 ) -> None:
     rig = Rig()
-    if backward:
-        hop = rig.at_last_backward()
-    else:
-        rig.read()
-        hop = rig.sent(Forward)
+    hop = rig.at_first_hop(backward)
     began = rig.now
     for times in range(MOST_HOLDS):
         rig.tick()
@@ -263,11 +261,7 @@ def test_a_hop_that_its_server_has_got_is_waited_for_as_long_again_while_only_a_
 def test_a_hop_whose_input_is_on_its_way_is_waited_for_longer_and_not_for_ever(backward: bool) -> None:
     """Anybody else would get that tensor later, over the same line; whoever says so for ever is slow in the end."""
     rig = Rig(seconds=(1.0, 1.0))
-    if backward:
-        hop = rig.at_last_backward()
-    else:
-        rig.read()
-        hop = rig.sent(Forward)
+    hop = rig.at_first_hop(backward)
     patience_s = rig.trainer._routes.patience(hop.peer, BACKWARD_SIZE if backward else 1.0)
     for _ in range(EXTENSIONS + 1):
         rig.tick()

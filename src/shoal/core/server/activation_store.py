@@ -207,14 +207,15 @@ class ActivationStore:
         return ""
 
     def coming(self, needed: dict[Key, tuple[Peer, ...]]) -> bool:
-        """Whether a tensor that a hop lacks is to come from a peer whose other tensors have come since it was asked last."""
+        """Whether a tensor that a hop lacks is to come from a peer whose other tensors have come since this was asked last."""
+        comes = False
         for key in needed:
             want = self.wants.get(key)
             if want is not None and key not in self.held:
                 arrived_at = self._arrived.get(self._source(want), 0.0)
-                comes, want.seen_at = arrived_at > max(want.calls[0], want.seen_at), arrived_at
-                return comes
-        return False
+                comes |= arrived_at > max(want.calls[0], want.seen_at)
+                want.seen_at = arrived_at
+        return comes
 
     def _source(self, want: AwaitedTensor) -> Peer:
         """Who is to give it: whoever was asked, else whoever made it."""
