@@ -98,7 +98,7 @@ class Hop(msgspec.Struct, eq=False):
     asked: bool = False  # whether its server has got it, and there is no answer yet
     held: bool = False  # it waits or runs there, as its server has said: waited for once more
     holds: int = 0  # how often its server has said so
-    extensions: int = 0  # of that: as what it lacks there was on its way
+    extensions: int = 0  # deadlines that it got because what it lacks there is on its way
     ahead: float = 0.0  # size of what its owner had requested of that peer before
 
     @property

@@ -32,7 +32,7 @@ FORWARD_SIZE = 1.0
 BACKWARD_SIZE = 2.5  # recomputation and two products, relative to a forward: SWARM's figure
 COLD_S = 1.0  # used without a plan and without measurements: SWARM's figure
 PATIENCE = 4.0  # a hop is slow after so many times its usual duration
-EXTENSIONS = 4  # times that it is waited for as long again, as what it lacks is on its way
+EXTENSIONS = 4  # more deadlines for a hop, or a tensor, while others of that sender's tensors come
 OTHERS = 4.0  # times as long as any hop has taken is the most that is expected of a stage that nothing is known of
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
 # A planned peer that was too slow is chosen again when it takes at most so many times its stage's usual

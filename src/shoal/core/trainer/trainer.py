@@ -344,14 +344,15 @@ class Trainer:
                 self._cancelled(m, hop, now)
 
     def _held(self, m: Microbatch, hop: Hop, coming: bool, now: float) -> None:
-        """Its server has got it. It is waited for as long again, several times while nothing is known of how long that stage takes, or what
-        it lacks is on its way: anybody else would get that later, over the same line."""
+        """Its server has got it. It has one more deadline, or a few if what it lacks is on its way: anybody else would get that later, over
+        the same line. While nothing is known of how long that stage takes it is waited for as long again, several times."""
         hop.asked, hop.holds = False, hop.holds + 1
-        extends = coming and hop.extensions < EXTENSIONS
+        known = self._routes.knows(hop.peer)
+        extends = known and coming and hop.extensions < EXTENSIONS
         hop.extensions += extends
-        hop.held = hop.holds == MOST_HOLDS or (self._routes.knows(hop.peer) and not extends)
+        hop.held = hop.holds == MOST_HOLDS or (known and not extends)
         wait_s = self._routes.patience(hop.peer, hop.kind.size, hop.ahead)
-        self.timers.set(m.index, now + (wait_s if hop.held else max(wait_s, now - hop.sent)))
+        self.timers.set(m.index, now + (wait_s if known or hop.held else max(wait_s, now - hop.sent)))
 
     def _output(self, m: Microbatch, peer: Peer, message: Output, fault: str, now: float) -> None:
         asked, live = m.forward_of(peer, message.stage, message.attempt)
