@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from random import Random
 
+import msgspec
 import pytest
 from tests.rounds import Group, Symbols, held
 
 from shoal.core.allreduce.bounds import lengths
 from shoal.core.allreduce.checked import SumChecks, wrong_sums
-from shoal.core.allreduce.layout import ONE_ROW, SLICE_VALUES, layout_of
+from shoal.core.allreduce.layout import ONE_ROW, SLICE_VALUES, SLICES, Layout, layout_of
 from shoal.core.messages import (
     Cut,
     GatherChunk,
@@ -48,10 +50,10 @@ def whole(play: Group, brings: str) -> None:
         assert parts in ({tuple((peer,) for peer in brings)}, {(peer,) for peer in brings})  # one alone adds nothing up
 
 
-@pytest.mark.parametrize(("idle", "brings"), [("d", "abc"), ("ac", "bd"), ("bcd", "a"), ("abc", "d")])
+@pytest.mark.parametrize(("idle", "brings"), [("d", "abc"), ("ac", "bd"), ("bc", "a"), ("ab", "c"), ("b", "a")])
 @pytest.mark.parametrize("length", [2000, 10 * SLICE_VALUES])
 def test_it_sends_no_part_and_has_all_sums(idle: str, brings: str, length: int) -> None:
-    play = a_group(idle, length=length)
+    play = a_group(idle, "".join(sorted(idle + brings)), length)
     play.begin()
     play.run()
     whole(play, brings)
@@ -99,6 +101,51 @@ def test_a_group_in_rows_and_encoded_sums_have_no_listeners() -> None:
     assert layout_of(2000, shares, settings).listeners == ()
     assert layout_of(2000, shares[:4], settings).listeners == ("p0",)
     assert layout_of(2000, shares[:4], Settings(1, 4, steps=1, averaging_error=0.1)).listeners == ()
+
+
+def busiest_s(layout: Layout, shares: list[Share]) -> float:
+    """Of the lines, each way, as many seconds as values: what every replica sends and receives by its role."""
+    sent, received, seconds = Counter[Peer](), Counter[Peer](), []
+    for share in shares:
+        role = layout.role(share.peer)
+        hears = [(owner, share.peer, number) for number, owner in role.receives.items()]
+        brings = [(share.peer, owner, number) for number, owner in role.sends.items()]
+        for source, target, number in hears + brings:
+            if source != target:
+                sent[source] += layout.values(number)
+                received[target] += layout.values(number)
+    seconds = [max(sent[share.peer], received[share.peer]) / share.line_rate for share in shares]
+    return max(seconds)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_those_that_bring_something_own_by_line_and_everybody_owns_where_that_is_much_quicker(seed: int) -> None:
+    """Two of six on unlike lines owned a half each, and sent it to five: 35 s for what takes all six 14."""
+    rng, length, settings = Random(seed), 10_000_000, Settings(1, 16, steps=1)
+    rates = [int(2000 * 12 ** rng.random()) for _ in range(rng.randint(3, ONE_ROW))]
+    bring = rng.sample(range(len(rates)), rng.randint(1, len(rates)))
+    indices = {one: (place,) for place, one in enumerate(bring)}
+    shares = [Share(f"p{at}", indices.get(at, ()), rate) for at, rate in enumerate(rates)]
+    everybody = [msgspec.structs.replace(share, indices=(at,)) for at, share in enumerate(shares)]
+    chosen_s = busiest_s(layout_of(length, shares, settings), shares)
+    all_s = busiest_s(layout_of(length, everybody, settings), shares)
+    assert chosen_s <= all_s * 1.5 * (1 + 1 / SLICES)
+    mine = [rates[at] for at in bring]
+    if layout_of(length, shares, settings).listeners:
+        even_s = length * (1 + (len(rates) - 2) / len(mine)) / min(mine)
+        assert chosen_s <= max(even_s, length / min(rates)) * 1.001, "by their lines, where that is quicker than evenly"
+
+
+def test_two_of_six_own_by_what_their_lines_have_to_send_to_all_six() -> None:
+    """As two of two they would own a half each; the narrower line sent its half to five others for 35 s."""
+    shares = [Share("a", (0,), 6962), Share("b", (1,), 2213), *(Share(name, (), 10_000) for name in "cdef")]
+    layout = layout_of(7_764_819, shares, Settings(1, 6, steps=1))
+    owned = sum(
+        layout.values(number) for number, owner in zip(layout.numbers, layout.owners, strict=True) if owner == "b"
+    )
+    assert layout.listeners == tuple("cdef")
+    assert owned == pytest.approx((6 / 9175 * 2213 - 1) / 4 * 7_764_819, rel=1e-3)
+    assert busiest_s(layout, shares) == pytest.approx(6 / 9175 * 7_764_819, rel=1e-3)
 
 
 def test_all_that_bring_nothing_take_part_as_ever() -> None:

@@ -857,6 +857,7 @@ def test_a_part_and_a_sum_are_sent_again_when_asked_for_twice_or_when_the_connec
         for resend in asked:
             play.hear(REPLICA, resend)
             assert play.commands == []
+    play.now = 0.1
     play.hear(REPLICA, asked[0])
     assert [m for _, m, _ in play.sends(ReduceChunk)] == [ReduceChunk(0, 0, 1, 1, again=True)]
     play.hear(REPLICA, asked[1])
@@ -968,6 +969,7 @@ def test_a_sum_of_the_piece_before_is_sent_again() -> None:
     again = Resend(0, 0, 1, 0, True)
     play.hear(REPLICA, again)
     assert play.commands == [], "it may be on its way"
+    play.now = 0.1
     play.hear(REPLICA, again)
     assert [m for _, m, _ in play.sends(GatherChunk)] == [GatherChunk(0, 0, 1, 0, again=True)]
     play.hear(REPLICA, Resend(0, 0, 1, 1, False))

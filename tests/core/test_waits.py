@@ -8,7 +8,18 @@ from itertools import pairwise
 import pytest
 from tests.rounds import Group
 
-from shoal.core.allreduce.waiting import LEAST, NEWCOMER, TELL, TELL_BEATS, COLD_Bps, Copies, Pace, RoundTimes, Waiting
+from shoal.core.allreduce.waiting import (
+    LEAST,
+    NEWCOMER,
+    TELL,
+    TELL_BEATS,
+    COLD_Bps,
+    Copies,
+    LEAST_Bps,
+    Pace,
+    RoundTimes,
+    Waiting,
+)
 from shoal.core.messages import GatherChunk, Peer, ReduceChunk, Resend, RoundWaits, Share
 
 NAMES = ("a", "b", "c", "d")
@@ -258,14 +269,29 @@ def test_a_round_after_abandoned_ones_may_take_longer_and_one_with_new_peers_or_
 
 def test_a_long_chunk_is_sent_again_less_and_less_often_and_a_short_one_whenever_it_is_asked_for() -> None:
     copies, chunk = Copies(), ("b", 0, False)
-    copies.add(chunk)
+    copies.add(chunk, 500, 0.0)
     assert not copies.again(chunk, 5_000_000, vain=False, now=0.0), "the first copy may be on its way"
     sent = [now for now in range(1, 100) if copies.again(chunk, 5_000_000, vain=True, now=float(now))]
     assert sent == [1, 9, 25, 57], "20 MB take 4 s where a line is not known"
-    copies.add(chunk)
-    assert all(copies.again(chunk, 500, vain=True, now=now / 2) for now in range(8))
+    copies.add(chunk, 500, 100.0)
+    assert all(copies.again(chunk, 500, vain=True, now=100 + now / 2) for now in range(1, 8))
     copies.keep(lambda one: one[0] != "b")
-    assert copies.again(chunk, 5_000_000, vain=False, now=100.0), "its connection has broken"
+    assert copies.again(chunk, 5_000_000, vain=False, now=104.0), "its connection has broken"
+
+
+@pytest.mark.parametrize(("line_rate", "passed_s"), [(2_000, 10), (0, 4), (50_000, 0.4), (1, 20e6 / LEAST_Bps)])
+def test_nothing_is_sent_again_before_my_line_has_passed_all_that_was_sent(line_rate: int, passed_s: float) -> None:
+    """Copies that stand behind what they are to replace made a round of 35 s on a line of 2.2 MB/s one of 80."""
+    copies, chunks = Copies(line_rate), [(peer, number, True) for peer in "bc" for number in range(4)]
+    for chunk in chunks:
+        copies.add(chunk, 5_000_000 // 8, 0.0)
+    for place, chunk in enumerate(chunks, 1):
+        left_at = passed_s / 8 * place
+        assert not copies.again(chunk, 625_000, vain=True, now=left_at * 0.999)
+    assert copies.again(chunks[0], 625_000, vain=True, now=passed_s)
+    assert not copies.again(chunks[0], 625_000, vain=True, now=passed_s * 1.124), "the second copy is on its way"
+    copies.keep(lambda chunk: chunk[0] != "b")
+    assert copies.again(chunks[1], 625_000, vain=False, now=passed_s), "its connection has broken"
 
 
 def test_a_chunk_that_came_late_was_slow_unless_it_is_a_copy() -> None:

@@ -52,6 +52,11 @@ ONCE = (  # honest peers were convicted there, for what the words say
         218,
         "a part that it had lacked came 20 ms before; it had lacked one of another piece, and been given time, once before",
     ),
+    (
+        "unlike_lines",
+        301,
+        "a line of 2 MB/s had to send half of all sums to five, and copies of them; its next parts stood behind those for a minute",
+    ),
     ("fleet", 14, "it accused two that had vanished, and then one that lied"),
 )
 

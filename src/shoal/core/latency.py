@@ -13,6 +13,7 @@ from collections import deque
 ALPHA = 0.1  # weight of a new sample in the moving average: SWARM's figure
 LEAST_S = 1e-4  # no estimate is zero: a peer that seems to cost nothing would receive all the work
 SAMPLES = 15  # that the median is taken of
+COLD_Bps = 5e6  # what a line is thought to carry before anything has shown it
 
 
 class Latency:

@@ -19,8 +19,9 @@ owns the share w of the gradient sends and receives 1 + (n - 2) w of it, and bet
 spared. It is spared only if parts and sums are on their way at the same time: sums go first (docs/design/2026-11-22-weighted-owners.md).
 
 A replica that has booked nothing, as a newcomer in its first round, would send zeros, over connections that have never carried bulk. In a
-group of one row and one piece it owns nothing, sends nothing and receives the sums (`Layout.listeners`). In several pieces it takes part:
-otherwise the others could be pieces ahead of it (docs/design/2026-11-27-listeners.md).
+group of one row and one piece it owns nothing, sends nothing and receives the sums (`Layout.listeners`), unless few are left to own them,
+whose lines would be busy for longer. In several pieces it takes part: otherwise the others could be pieces ahead of it
+(docs/design/2026-11-27-listeners.md).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ONE_ROW = 16  # replicas that all exchange with all, over 15 connections each; 1
 SLICES = 8  # of a piece: one is gathered while the next is reduced, the last is gathered alone
 SLICE_VALUES = 1 << 16  # of a chunk, at least, where owners are even: one fragment of the transport
 SPARED = 0.9  # of the time that even owners take must be enough, or they stay even
+LISTENING = 1.5  # times as long may the busiest line be busy where those that bring nothing own nothing: new connections are slow
 # In which one replica stands at most, and with one other: a row cuts a chunk of a row of nearly its length once
 COLUMNS = 2
 
@@ -88,6 +90,12 @@ class Layout(msgspec.Struct, frozen=True):
                 return number
         return bisect_left(sorted(one for row in self.rows for one in row), peer) % len(self.rows)
 
+    def values(self, number: int) -> int:
+        """Of the chunk of that number, about; exactly of one of the group's sum."""
+        if number in self.numbers:
+            return self.bounds[number - self.first + 1] - self.bounds[number - self.first]
+        return (self.bounds[-1] - self.bounds[0]) // min(map(len, self.rows))
+
     def receives(self, peer: Peer) -> dict[int, Peer]:
         """Every chunk of the group's sum, in order, and from whom that replica or listener receives it."""
         at, chunks = self.row_of(peer), zip(self.numbers, self.owners, self.columns, strict=True)
@@ -134,20 +142,40 @@ def layout_of(
     group = tuple(share.peer for share in shares)
     bringing = tuple(share for share in shares if share.indices)
     if not settings.averaging_error and 0 < len(bringing) < len(group) <= ONE_ROW:
-        peers, line_rates = zip(*((share.peer, share.line_rate) for share in bringing), strict=True)
-        layout = split(length, peers, most, 0, line_rates)
-        if layout.last:
-            listeners = tuple(share.peer for share in shares if not share.indices)
-            return msgspec.structs.replace(layout, listeners=listeners)
+        layout = _with_listeners(length, shares, bringing, most)
+        if layout.last and _quick_enough(shares, bringing):
+            return layout
     return split(length, group, most, piece, tuple(share.line_rate for share in shares))
 
 
-def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, line_rates: Sequence[int] = ()) -> Layout:
+def _with_listeners(length: int, shares: Sequence[Share], bringing: Sequence[Share], most: int) -> Layout:
+    peers, line_rates = zip(*((share.peer, share.line_rate) for share in bringing), strict=True)
+    listeners = tuple(share.peer for share in shares if not share.indices)
+    layout = split(length, peers, most, 0, line_rates, len(listeners))
+    return msgspec.structs.replace(layout, listeners=listeners)
+
+
+def _quick_enough(shares: Sequence[Share], bringing: Sequence[Share]) -> bool:
+    """Whether those that bring something may own everything. Few of them send every sum to all the others."""
+    narrowest = min((share.line_rate for share in shares if share.line_rate), default=1)
+    all_rates, rates = ([share.line_rate or narrowest for share in each] for each in (shares, bringing))
+    return min(busy_times(rates, len(shares) - len(bringing))) <= LISTENING * min(busy_times(all_rates))
+
+
+def split(
+    length: int,
+    group: Sequence[Peer],
+    most: int = 0,
+    piece: int = 0,
+    line_rates: Sequence[int] = (),
+    listeners: int = 0,
+) -> Layout:
     """Cut `length` values into the fewest even pieces of at most `most` (0: one), and piece number `piece` into chunks: as evenly
-    as whole values allow, or as `owned` says of the `line_rates` of the replicas' lines. Later replicas own nothing when a piece has fewer
-    values than the group has replicas. Unevenly owned pieces are shorter, so that no owner holds more parts at once than an even one."""
+    as whole values allow, or as `owned` says of the `line_rates` of the replicas' lines and of so many `listeners`. Later replicas own
+    nothing when a piece has fewer values than the group has replicas. Unevenly owned pieces are shorter, so that no owner holds more
+    parts at once than an even one."""
     assert group, "a group has at least one replica"
-    rows, shares = rows_of(group), owned(line_rates)
+    rows, shares = rows_of(group), owned(line_rates, listeners)
     pieces, slices = _counts(length, len(group), most, shares)
     start, stop = _cut(length, pieces, piece), _cut(length, pieces, piece + 1)
     first, last = piece * slices * stride(len(group)), piece + 1 == pieces
@@ -168,40 +196,40 @@ def split(length: int, group: Sequence[Peer], most: int = 0, piece: int = 0, lin
     return Layout(rows, cuts, tuple(edges), tuple(columns), tuple(owned_by), first, inner, last)
 
 
-def owned(line_rates: Sequence[int]) -> tuple[int, ...]:
+def owned(line_rates: Sequence[int], listeners: int = 0) -> tuple[int, ...]:
     """In what proportion replicas with lines of these line_rates (any unit; 0: not known, so as narrow as the narrowest) own the
-    gradient, so that the busiest line is as little busy as can be; () when evenly is as good.
+    gradient, so that the busiest line is as little busy as can be; () when evenly is as good. `listeners`: others that receive the sums.
 
-    Who owns w of L values sends and receives (1 + (n - 2) w) L. Filling all lines to the same time T gives
+    Of n replicas and listeners, who owns w of L values sends and receives (1 + (n - 2) w) L. Filling all lines to the same time T gives
     T = (n - 2 + k) / (b_1 + ... + b_k) for the k widest lines, which own (T b - 1) / (n - 2) each; the others own nothing and need
     1 / b."""
     known = [width for width in line_rates if width > 0]
-    if not known or not 3 <= len(line_rates) <= ONE_ROW:
+    if not known or not 3 <= len(line_rates) + listeners <= ONE_ROW:
         return ()
     lines = [width or min(known) for width in line_rates]
-    even_s, own_s = busy_times(lines)
+    even_s, own_s = busy_times(lines, listeners)
     if own_s > SPARED * even_s:
         return ()
-    full, together = _filled(lines)
+    full, together = _filled(lines, listeners)
     return tuple(max(0, full * line - together) for line in lines)
 
 
-def busy_times(lines: Sequence[int]) -> tuple[float, float]:
+def busy_times(lines: Sequence[int], listeners: int = 0) -> tuple[float, float]:
     """How long a round keeps the busiest of a group's lines, in the seconds in which a line of rate 1 carries the gradient once: of
     even owners, and of owners by line rate with their last slice, which is gathered alone. All rates are known."""
-    replicas = len(lines)
-    even_s = 2 * (replicas - 1) / replicas / min(lines) if replicas > 1 else 0.0
-    if not 3 <= replicas <= ONE_ROW:
+    everybody = len(lines) + listeners
+    even_s = (1 + (everybody - 2) / len(lines)) / min(lines) if everybody > 1 else 0.0
+    if not 3 <= everybody <= ONE_ROW:
         return even_s, even_s
-    full, together = _filled(lines)
+    full, together = _filled(lines, listeners)
     return even_s, max(1 / min(lines), full / together) * (1 + 1 / SLICES)
 
 
-def _filled(lines: Sequence[int]) -> tuple[int, int]:
+def _filled(lines: Sequence[int], listeners: int) -> tuple[int, int]:
     """n - 2 + k, and the rates of the k widest lines together."""
-    replicas, widest = len(lines), sorted(lines, reverse=True)
-    owners = max(k for k in range(1, replicas + 1) if (replicas - 2 + k) * widest[k - 1] > sum(widest[:k]))
-    return replicas - 2 + owners, sum(widest[:owners])
+    others, widest = len(lines) + listeners - 2, sorted(lines, reverse=True)
+    owners = max(k for k in range(1, len(lines) + 1) if (others + k) * widest[k - 1] > sum(widest[:k]))
+    return others + owners, sum(widest[:owners])
 
 
 def _counts(length: int, replicas: int, most: int, shares: Sequence[int]) -> tuple[int, int]:

@@ -63,9 +63,9 @@ class Current(msgspec.Struct):
     pace: Pace  # of that piece
     began: float
     waiting: Waiting
+    copies: Copies
     repeat_at: float = 0.0  # when Reduced is sent again
     lost: bool = False  # a chunk came only when it was sent again
-    copies: Copies = msgspec.field(default_factory=Copies)
     tasks: dict[str, Work] = msgspec.field(default_factory=dict)
     live: dict[str, None] = msgspec.field(default_factory=dict)
     checks: SumChecks = msgspec.field(default_factory=SumChecks)
@@ -144,7 +144,9 @@ class Rounds:
         piece = Piece(layout, layout.role(self._name))
         self._times.begin(self._replica.length, shares)
         pace = self._pace(piece)
-        return Current(message, group, joiners, piece, pace, now, Waiting(now + pace.patience_s, now))
+        line_rate = next(share.line_rate for share in shares if share.peer == self._name)
+        waiting = Waiting(now + pace.patience_s, now)
+        return Current(message, group, joiners, piece, pace, now, waiting, Copies(line_rate))
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -273,7 +275,7 @@ class Rounds:
         if isinstance(message, ReduceChunk):
             current.piece.parts.setdefault(message.chunk, {})[peer] = blob
             return commands + self._go_on(current)
-        commands += self._send_sum(current, message.chunk, blob)
+        commands += self._send_sum(current, message.chunk, blob, now)
         if message.chunk in role.forwards and message.chunk in current.piece.cut:  # nobody asks for it again
             commands += _forget(current, (current.piece.cut.pop(message.chunk),))
         return commands + self._go_on(current)
@@ -283,7 +285,6 @@ class Rounds:
         it longer: it is sent again when it is asked for twice or in vain, or when the connection has broken since. Of a sum that lacks a
         part the leader learns whose part that is."""
         role, piece, chunk = current.piece.role, current.piece, (peer, message.chunk, message.sum)
-        values = (piece.layout.bounds[-1] - piece.layout.bounds[0]) // len(current.group)
         if not message.sum:
             adds = {**role.sends, **role.forwards}.get(message.chunk)
             blob = piece.cut.get(message.chunk) if adds == peer else None
@@ -291,7 +292,7 @@ class Rounds:
             blob = (piece.sums if message.chunk in role.broadcasts else piece.before).get(message.chunk)
         if blob is not None:
             make = self._sum if message.sum else self._part
-            sends = current.copies.again(chunk, values, message.vain, now)
+            sends = current.copies.again(chunk, piece.layout.values(message.chunk), message.vain, now)
             return [Send(peer, make(current, message.chunk, again=True), (blob,))] if sends else []
         if not message.vain or current.reduced is not None or current.waiting.reported_at is not None:
             return []
@@ -314,13 +315,13 @@ class Rounds:
         current.live.update(dict.fromkeys(task.makes))
         match task:
             case Cut():
-                return self._on_cut(current, task)
+                return self._on_cut(current, task, now)
             case AddRow():
                 cut = dict(zip(sorted(current.piece.role.forwards), task.outs, strict=True))
-                return _forget(current, task.parts) + self._send_cut(current, current.piece.role.forwards, cut)
+                return _forget(current, task.parts) + self._send_cut(current, current.piece.role.forwards, cut, now)
             case Add():
                 current.checks.on_added(self._name, done.result, current.piece.layout.rows[0], current.group)
-                sends = self._send_sum(current, current.piece.adding[task.id], task.out)
+                sends = self._send_sum(current, current.piece.adding[task.id], task.out, now)
                 return sends + _forget(current, task.parts) + self._go_on(current)
             case Gather():
                 current.checks.on_gathered(current.piece.layout.owners, done.result)
@@ -366,14 +367,14 @@ class Rounds:
         withdrawn = self._report_waits(current, ()) if current.waiting.on_piece(current.pace, now) else []
         return commands + withdrawn + self._cut(current) + self._take_early(current, now)
 
-    def _on_cut(self, current: Current, task: Cut) -> list[Command]:
+    def _on_cut(self, current: Current, task: Cut, now: float) -> list[Command]:
         cut = dict(zip(sorted(current.piece.role.sends), task.outs, strict=True))
         if current.piece.layout.rows == ((self._name,),):  # nobody else brings anything
             ((number, blob),) = cut.items()
-            return self._send_sum(current, number, blob) + self._go_on(current)
-        return self._send_cut(current, current.piece.role.sends, cut)
+            return self._send_sum(current, number, blob, now) + self._go_on(current)
+        return self._send_cut(current, current.piece.role.sends, cut, now)
 
-    def _send_cut(self, current: Current, adds: dict[int, Peer], cut: dict[int, str]) -> list[Command]:
+    def _send_cut(self, current: Current, adds: dict[int, Peer], cut: dict[int, str], now: float) -> list[Command]:
         """Send what was cut to those who add it up."""
         current.piece.cut |= cut
         sends: list[Command] = []
@@ -382,17 +383,17 @@ class Rounds:
                 current.piece.parts.setdefault(number, {})[peer] = cut[number]
                 continue
             sends.append(Send(peer, self._part(current, number), (cut[number],)))
-            current.copies.add((peer, number, False))
+            current.copies.add((peer, number, False), current.piece.layout.values(number), now)
         return sends + self._go_on(current)
 
-    def _send_sum(self, current: Current, number: int, blob: str) -> list[Command]:
+    def _send_sum(self, current: Current, number: int, blob: str, now: float) -> list[Command]:
         """The group's sum of that chunk is here: those who have it from me get it."""
         current.piece.sums[number] = blob
         if number not in current.piece.role.broadcasts:
             return []
         peers = current.piece.role.broadcasts[number]
         for peer in peers:
-            current.copies.add((peer, number, True))
+            current.copies.add((peer, number, True), current.piece.layout.values(number), now)
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         of = current.message
         chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
@@ -465,11 +466,8 @@ class Rounds:
         """Whom I wait for; nobody any more: what the leader has heard before is withdrawn."""
         parts, sums = (tuple(dict.fromkeys(one[0] for one in missing if one[2] is sum)) for sum in (False, True))
         of, leader = current.message, self._replica.leader
-        return (
-            [Send(leader, RoundWaits(of.epoch, of.step, of.round, parts, sums, vain, current.piece.number))]
-            if leader is not None
-            else []
-        )
+        waits = RoundWaits(of.epoch, of.step, of.round, parts, sums, vain, current.piece.number)
+        return [Send(leader, waits)] if leader is not None else []
 
     def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
         failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)

@@ -14,13 +14,13 @@ from functools import cached_property
 
 import msgspec
 
-from shoal.core.latency import Usual
+from shoal.core.latency import COLD_Bps, Usual
 from shoal.core.messages import Peer, Share
 
 TELL = 4  # usual times of a round without anything new, before the leader learns whom I wait for,
 TELL_BEATS = 12  # but not sooner: a peer may be busy with a long hop before it begins
 LEAST = 0.5  # of min_request_timeout_s: nothing is asked for sooner, as asking costs nothing and a chunk may be lost
-COLD_Bps = 5e6  # what a replica is thought to send and receive before a round has shown it, unless its line is planned
+LEAST_Bps = 6e5  # a line is not believed to be narrower: the rate is what the leader says
 FP32 = 4  # bytes of a value
 NEWCOMER = 4  # times that a round may take longer with somebody new
 LEFTOVERS = 3  # times that a round may take longer after abandoned ones, whose chunks are still on their way
@@ -136,32 +136,40 @@ Chunk = tuple[Peer, int, bool]  # to whom, which, and whether it is a sum
 
 
 class Copy(msgspec.Struct):
-    """The newest copy of a chunk that was sent, how many there were before, and whether it has been asked for since the first."""
+    """The newest copy of a chunk that was sent, when my line should have passed it, how many there were before, and whether it has been
+    asked for since the first."""
 
     at: float = float("-inf")
+    left_at: float = float("-inf")
     before: int = 0
     asked: bool = False
 
 
 class Copies:
-    """What was sent in a round. It may be on its way, where another copy would only make that longer."""
+    """What was sent in a round. It may be on its way, where another copy would only make that longer. `line_rate`: of my line, kB/s."""
 
-    def __init__(self) -> None:
+    def __init__(self, line_rate: int = 0) -> None:
         self._sent: dict[Chunk, Copy] = {}
+        self._line_Bps = max(1e3 * line_rate, LEAST_Bps) if line_rate else COLD_Bps
+        self._free_at = float("-inf")  # when my line should have passed all that was sent
 
-    def add(self, chunk: Chunk) -> None:
-        self._sent[chunk] = Copy()
+    def add(self, chunk: Chunk, values: int, now: float) -> None:
+        self._sent[chunk] = Copy(left_at=self._passed_at(values, now))
 
     def keep(self, wanted: Callable[[Chunk], bool]) -> None:
         self._sent = {chunk: copy for chunk, copy in self._sent.items() if wanted(chunk)}
 
     def again(self, chunk: Chunk, values: int, vain: bool, now: float) -> bool:
-        """Asked for a chunk of so many values: whether it is sent again now. When it was asked for twice, or in vain; and a long one less
-        and less often."""
+        """Asked for a chunk of so many values: whether it is sent again now. When it was asked for twice, or in vain, and should have left
+        my line; and a long one less and less often."""
         copy = self._sent.setdefault(chunk, Copy(asked=True))
         asked, copy.asked = copy.asked or vain, True
         pause_s = FP32 * values / COLD_Bps * 2**copy.before
-        if not asked or now - copy.at < pause_s:
+        if not asked or now < copy.left_at or now - copy.at < pause_s:
             return False
-        copy.at, copy.before = now, min(copy.before + 1, ASKS)
+        copy.at, copy.left_at, copy.before = now, self._passed_at(values, now), min(copy.before + 1, ASKS)
         return True
+
+    def _passed_at(self, values: int, now: float) -> float:
+        self._free_at = max(self._free_at, now) + FP32 * values / self._line_Bps
+        return self._free_at
