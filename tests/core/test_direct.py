@@ -33,6 +33,7 @@ from shoal.core.messages import (
     TensorRequest,
     View,
 )
+from shoal.core.server.activation_store import COLD_MOST_S
 from shoal.core.trainer.routing import EXTENSIONS
 from shoal.core.trainer.trainer import Trainer
 
@@ -145,6 +146,24 @@ def test_what_is_on_its_way_is_waited_for_once_more() -> None:
     assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 2)]
 
 
+@pytest.mark.parametrize(("nbytes", "waits_s"), [(20_000_000, 16.0), (1 << 40, COLD_MOST_S), (0, 2.0), (1000, 2.0)])
+def test_before_any_tensor_has_come_one_is_waited_for_as_its_size_says(nbytes: int, waits_s: float) -> None:
+    """17 MB were given up after 1.3 s in a first step, while they were on their way, and computed and sent anew: 301 s instead of 204."""
+    play = a_server()
+    play.hear(OWNER, a_forward(0))
+    play.tick(play.server.deadline or 0.0)
+    play.hear(OTHER, TensorPending(0, 0, 0, 1, False, nbytes))
+    play.hear(OWNER, a_forward(2))
+    assert play.server.deadline == play.now + 2.0, "of the other one nothing is said"
+    play.hear(NEXT, TensorPending(0, 0, 2, 1, False, nbytes))
+    assert play.server.deadline == play.now + 2.0, "nor by whom it was asked for"
+    an_input(play, 2)
+    assert play.server.deadline == pytest.approx(play.now + waits_s)
+    play.tick(play.now + waits_s)
+    assert [(peer, message.call) for peer, message, _ in play.sends(TensorRequest)] == [(OTHER, 2)]
+    assert play.server.deadline == play.now + 2.0, "what is measured says more"
+
+
 def test_what_is_awaited_behind_other_tensors_is_not_asked_for_and_its_owner_is_told() -> None:
     play = a_server()
     play.hear(OWNER, a_forward(0))
@@ -232,9 +251,8 @@ def test_what_was_handed_on_is_kept_and_given_again_until_the_step_is_committed(
     task = forwarded(play, 0)
     booked(play, 0)
     play.hear(NEXT, TensorRequest(0, 0, 0, 2, False, 1))
-    assert play.sends(TensorPending) == [(NEXT, TensorPending(0, 0, 0, 2, False), ())] and not play.sends(
-        BoundaryTensor
-    )
+    (pending,) = play.sends(TensorPending)
+    assert pending == (NEXT, TensorPending(0, 0, 0, 2, False, 4), ()) and not play.sends(BoundaryTensor)
     play.hear(NEXT, TensorRequest(0, 0, 0, 2, False, 2))
     assert play.sends(BoundaryTensor) == [(NEXT, BoundaryTensor(0, 0, 0, 2, False, 2), (task.out,))]
     play.hear(NEXT, TensorRequest(0, 0, 1, 2, False))

@@ -88,9 +88,9 @@ def sent_over_needed(seed: int) -> float:
     return sent.total() / (2 * (unchecked.stages - 1) * unchecked.microbatches)
 
 
-@pytest.mark.parametrize(("seed", "most"), [(0, 1.0), pytest.param(15, 1.25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "most"), [(0, 1.0), (1, 1.2), pytest.param(15, 1.15, marks=pytest.mark.slow)])
 def test_a_tensor_that_waits_for_lines_is_sent_once(seed: int, most: float) -> None:
-    """1.11 and 1.8 times as many were sent, each copy behind what it was to replace: the step took 151 s for 117 s, and 242 s for 186 s."""
+    """1.11 to 1.8 times as many were sent, each copy behind what it was to replace: seed 1 took 218 s for 113 s, seed 15 242 s for 157."""
     assert 1.0 <= sent_over_needed(seed) <= most
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 35  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 36  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -618,13 +618,14 @@ class TensorGone(Wire, frozen=True):
 
 
 class TensorPending(Wire, frozen=True):
-    """Server to server: that tensor was sent to you before, and the connection has held since."""
+    """Server to server: that tensor was sent to you before, and the connection has held since. It is of so many bytes."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     gradient: bool
+    nbytes: Count = 0
 
 
 class Missing(Wire, frozen=True):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.core.latency import Latency
+from shoal.core.latency import COLD_Bps, Latency
 from shoal.core.messages import (
     Backward,
     BoundaryTensor,
@@ -34,6 +34,7 @@ from shoal.core.replica_state import ReplicaState, complain, drop
 from shoal.core.trainer.routing import EXTENSIONS, PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
+COLD_MOST_S = 30.0  # that a tensor is waited for by what is said of its size, before any has come
 
 
 class Key(NamedTuple):
@@ -61,6 +62,7 @@ class AwaitedTensor(msgspec.Struct):
     due: float
     calls: list[float]  # when it was awaited first, and when each Pull was sent
     coming: bool = False  # as its sender has said
+    nbytes: int = 0  # likewise
     seen_at: float = 0.0  # when another of its sender's tensors had come, the last time that its hop's owner asked
     extensions: int = 0  # of `due`, for such tensors
 
@@ -239,17 +241,18 @@ class ActivationStore:
     def tick(self, now: float) -> list[Command]:
         commands: list[Command] = []
         for key, want in [(key, want) for key, want in self.wants.items() if want.due <= now]:
-            if want.extensions < EXTENSIONS and self._line_moves(self._source(want), now):
+            patience_s = self.patience_s(want.nbytes)
+            if want.extensions < EXTENSIONS and self._line_moves(self._source(want), patience_s, now):
                 want.extensions += 1
-                want.due = now + self.patience_s
+                want.due = now + patience_s
             else:
                 del want.turns[0]
                 commands += self._ask(key, now)
         return commands
 
-    def _line_moves(self, peer: Peer, now: float) -> bool:
+    def _line_moves(self, peer: Peer, patience_s: float, now: float) -> bool:
         """Another tensor of its came while this one was waited for: what it sent later comes later, and a copy would come last."""
-        return now - self._arrived.get(peer, float("-inf")) < self.patience_s
+        return now - self._arrived.get(peer, float("-inf")) < patience_s
 
     def _ask(self, key: Key, now: float) -> list[Command]:
         """The next in turn that is still there; when none is left, the tensor does not come."""
@@ -260,15 +263,17 @@ class ActivationStore:
             self._given_up[key] = self.wants.pop(key).calls
             self.failed[key] = None
             return []
-        want.due = now + self.patience_s
+        want.due = now + self.patience_s(want.nbytes)
         if want.turns[0] == self._name:
             return []
         want.calls.append(now)
         return [Send(want.turns[0], TensorRequest(self._replica.epoch, *key, len(want.calls) - 1))]
 
-    @property
-    def patience_s(self) -> float:
-        return max(self._settings.min_request_timeout_s, PATIENCE * (self._usual.value or 0.0))
+    def patience_s(self, nbytes: int = 0) -> float:
+        """For a tensor; before any has come, as its size says: a first step fills lines that nobody has measured."""
+        usual_s = self._usual.value
+        long_s = min(COLD_MOST_S, PATIENCE * nbytes / COLD_Bps) if usual_s is None else PATIENCE * usual_s
+        return max(self._settings.min_request_timeout_s, long_s)
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -311,7 +316,7 @@ class ActivationStore:
         if key not in self.held:
             return [Send(peer, TensorGone(message.epoch, *key))]
         if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
-            return [Send(peer, TensorPending(message.epoch, *key))]
+            return [Send(peer, TensorPending(message.epoch, *key, self.size(key)))]
         return self.send(peer, key, message.call)
 
     def on_coming(self, peer: Peer, message: TensorPending, now: float) -> list[Command]:
@@ -320,9 +325,9 @@ class ActivationStore:
         view = self._replica.view
         if want is None or view is None or message.epoch != view.epoch or want.turns[0] != peer or want.coming:
             return []
-        want.coming = True
+        want.coming, want.nbytes = True, message.nbytes
         want.turns.insert(0, peer)
-        want.due = now + self.patience_s
+        want.due = now + self.patience_s(want.nbytes)
         return []
 
     def on_unreachable(self, peer: Peer) -> None:

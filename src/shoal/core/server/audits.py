@@ -218,7 +218,7 @@ class Audits:
         return commands
 
     def _ask(self, hop: Hop, now: float) -> list[Command]:
-        hop.tries, hop.due = hop.tries + 1, now + self._store.patience_s
+        hop.tries, hop.due = hop.tries + 1, now + self._store.patience_s()
         epoch = self._replica.epoch
         commands: list[Command] = [
             Send(peer, TensorRequest(epoch, *key, UNASKED)) for key, peer in hop.sources.items() if key not in hop.blobs
