@@ -77,7 +77,8 @@ def drawn(seed: int, steps: int) -> tuple[SeatedCase, float]:
         seats=tuple(sorted(stage_of)),
     )
     speeds = tuple(2 ** rng.uniform(-0.5, 0.5) for _ in range(peers))
-    hop_s = [max(speeds[stage::stages]) * forward_s * (1 + BACKWARD) for stage in range(stages)]
+    # As a plan says it: of the slowest replica; a last stage runs no forward of its own
+    hop_s = [max(speeds[stage::stages]) * forward_s * (BACKWARD + (stage < stages - 1)) for stage in range(stages)]
     settings = msgspec.structs.replace(settings, stage_seconds=tuple(hop_s))
     case = SeatedCase(
         stage_of=stage_of,

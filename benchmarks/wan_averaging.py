@@ -26,7 +26,7 @@ WANTED = 0.9  # of the bound
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--line", default="50", choices=[*LINES])
+    parser.add_argument("--line", default="50", choices=[*LINES, "regions"])
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--values", type=int, default=5_000_000, help="of the gradient, 4 bytes each")
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")

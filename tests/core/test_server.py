@@ -66,6 +66,8 @@ from shoal.core.messages import (
     Task,
     View,
 )
+from shoal.core.replica_state import ReplicaState
+from shoal.core.server.jobs import Pace
 from shoal.core.server.server import Server
 from shoal.core.transfer import catch_up
 from shoal.core.transfer.catch_up import MOST, STEPS
@@ -422,7 +424,21 @@ def test_a_full_queue_says_how_long_it_is() -> None:
     ((_, busy, _),) = play.sends(Busy)
     assert busy.wait_s == pytest.approx(3.0)  # three forwards of a second each, by the ratio of a backward
     assert play.server.queue_s == pytest.approx(3.0)
-    assert play.server.rate == pytest.approx(1 / 3.5)
+    assert play.server.rate == pytest.approx(1 / 2.5)  # this is the last stage: it runs no forward of its own
+
+
+@pytest.mark.parametrize(("stage", "wanted_s"), [(0, 3.5), (1, 2.5)])
+def test_a_rate_counts_what_the_stage_runs_for_a_microbatch(stage: int, wanted_s: float) -> None:
+    """With a forward that it never runs, a last stage passed for 0.7 of its speed, and peers moved there that slowed the run."""
+    pace = Pace(SETTINGS, ReplicaState(stage=stage))
+    assert pace.rate == 0.0
+    pace.add(True, 2.5)
+    assert pace.rate == pytest.approx(1 / wanted_s), "a forward by the ratio of a backward"
+    pace.add(False, 0.5)
+    assert pace.rate == pytest.approx(1 / (3.0 if stage == 0 else 2.5))
+    planned = Pace(msgspec.structs.replace(SETTINGS, stage_seconds=(3.5, 2.5)), ReplicaState(stage=stage))
+    assert planned.rate == pytest.approx(1 / wanted_s)
+    assert planned.seconds(True) == pytest.approx(2.5)
 
 
 def test_before_anything_is_measured_the_plan_says_the_rate() -> None:

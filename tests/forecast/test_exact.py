@@ -11,7 +11,7 @@ from statistics import fmean
 import msgspec
 import numpy as np
 import pytest
-from tests.forecast.test_forecast import LAB, a_job, always, there, words
+from tests.forecast.test_forecast import LAB, a_job, always, balanced, there, words
 
 from shoal.cli.main import main
 from shoal.core import messages as m
@@ -262,7 +262,7 @@ class Counted(ExactRun):
 
 def test_after_a_join_the_newcomer_gets_its_share_and_steps_are_as_short_as_before() -> None:
     """Of 36 microbatches over three replicas it got 17, then 7, 9 and 10: steps of 12.7, 12.3, 10.4 and 10.9 s for 9.5."""
-    job = a_job(9, 3)
+    job = balanced(9, 3)
     job = msgspec.structs.replace(job, machines=msgspec.structs.replace(job.machines, delay_s=np.array([[0.06]])))
     run = Counted(job, always(9, Presence(20.0, 4, False), Presence(30.0, 4, True)))
     run.play(math.inf, steps=10)

@@ -80,7 +80,7 @@ class Crew:
             microbatches=job.microbatches,
             steps=1,
             stage_seconds=tuple(
-                max(float(job.reported_s[job.machines.kind_of[slot], stage]) for slot in job.seats.replicas(stage))
+                max(float(job.hop_s[job.machines.kind_of[slot], stage]) for slot in job.seats.replicas(stage))
                 for stage in range(job.stages)
             ),
             seats=tuple(job.stage_of[slot] for slot in seated),
@@ -88,7 +88,6 @@ class Crew:
         self.egress = Egress(job)
         self._founder = invite_of(f"p{founder}.1")
         self._rate = (1.0 / job.hop_s).tolist()
-        self._reported = (1.0 / job.reported_s).tolist()
 
     def rate(self, peer: Peer, stage: int) -> float:
         """Microbatches per second."""
@@ -102,7 +101,7 @@ class Crew:
         """The leader learns rates from heartbeats; the rules use them until the next step."""
         members = tuple(self.members.values())
         kind_of = self.job.machines.kind_of
-        rates = {one.peer: self._reported[kind_of[slot_of(one.peer)]][one.stage] for one in members}
+        rates = {one.peer: self._rate[kind_of[slot_of(one.peer)]][one.stage] for one in members}
         seconds, speeds = measure(members, rates, self.job.stages, self._settings.stage_seconds)
         everybody = [one.peer for one in self.there]
         line_rates = believed([line_rate(self.job.machines.kinds[kind_of[slot_of(peer)]]) for peer in everybody])

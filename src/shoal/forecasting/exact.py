@@ -341,7 +341,7 @@ def _planned_of(job: Job) -> dict[str, Any]:
     routes = [seats.routes[slot] for slot in seats.seated] if seats.routes else []
     return {
         "stage_seconds": tuple(
-            max(float(job.reported_s[machines.kind_of[slot], stage]) for slot in seats.replicas(stage))
+            max(float(job.hop_s[machines.kind_of[slot], stage]) for slot in seats.replicas(stage))
             for stage in range(job.stages)
         ),
         "seats": tuple(job.stage_of[slot] for slot in seats.seated),

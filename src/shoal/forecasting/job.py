@@ -9,7 +9,6 @@ import numpy as np
 
 from shoal.config import Config, derived
 from shoal.core.messages import Settings
-from shoal.core.trainer.routing import BACKWARD_SIZE
 from shoal.forecasting.machines import Machines, grouped
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.profile import MOMENTS_BYTES
@@ -85,13 +84,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """By stage, the part of a hop that a lost microbatch takes. Neighbours keep its input and its gradient: it is the backward, which
         recomputes."""
         return np.asarray((self.backward_s / self.hop_s).mean(axis=0))
-
-    @property
-    def reported_s(self) -> Floats:
-        """The same as replicas report it to the leader: the last stage takes the share that a forward usually has for one of its own."""
-        forward_s = self.forward_s.copy()
-        forward_s[:, -1] = self.backward_s[:, -1] / BACKWARD_SIZE
-        return np.maximum(forward_s + self.backward_s, 1e-12)
 
 
 def job_of(problem: Problem, plan: Plan, config: Config) -> Job:

@@ -232,7 +232,7 @@ def _turns(seats: Seats, job: Job, kinds: Sequence[int], rates: tuple[int, ...])
     turns = [TURNS] * len(kinds)
     for stage in range(seats.stages if seats.stages > 1 else 0):
         group = seats.replicas(stage)
-        pace = median(1 / float(job.reported_s[kinds[device], stage]) for device in group)
+        pace = median(1 / float(job.hop_s[kinds[device], stage]) for device in group)
         of_group = turns_of(
             {str(device): rates[device] for device in group},
             boundaries(stage, seats.stages) * seats.boundary_bytes / 1000,

@@ -119,7 +119,8 @@ class Pace:
             return seconds * (BACKWARD_SIZE if backward else 1 / BACKWARD_SIZE)
         planned = self._settings.stage_seconds
         whole = planned[self._replica.stage] if self._replica.stage < len(planned) else 0.0
-        return whole * (BACKWARD_SIZE if backward else 1.0) / (1.0 + BACKWARD_SIZE)
+        size = BACKWARD_SIZE + (0.0 if self._last else 1.0)
+        return whole * (BACKWARD_SIZE if backward else 1.0) / size
 
     def whole_s(self, jobs: Collection[Job]) -> float:
         """Of all these."""
@@ -130,9 +131,13 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Microbatches per second, forward and backward, when busy; 0 before anything is known."""
-        seconds = self.seconds(False) + self.seconds(True)
+        """Microbatches per second when busy, 0 before anything is known: a forward and a backward, which is all that a last stage runs."""
+        seconds = self.seconds(True) + (0.0 if self._last else self.seconds(False))
         return 1.0 / seconds if seconds > 0 else 0.0
+
+    @property
+    def _last(self) -> bool:
+        return self._replica.stage == self._settings.stages - 1
 
 
 def next_of(
