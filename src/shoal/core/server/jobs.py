@@ -131,7 +131,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Microbatches per second when busy, 0 before anything is known: a forward and a backward, which is all that a last stage runs."""
+        """Microbatches per second when busy: a forward and a backward of each, but at the last stage a backward alone. 0: not known yet."""
         seconds = self.seconds(True) + (0.0 if self._last else self.seconds(False))
         return 1.0 / seconds if seconds > 0 else 0.0
 
