@@ -148,7 +148,7 @@ def test_what_is_on_its_way_is_waited_for_once_more() -> None:
 
 @pytest.mark.parametrize(("nbytes", "waits_s"), [(20_000_000, 16.0), (1 << 40, COLD_MOST_S), (0, 2.0), (1000, 2.0)])
 def test_before_any_tensor_has_come_one_is_waited_for_as_its_size_says(nbytes: int, waits_s: float) -> None:
-    """17 MB were given up after 1.3 s in a first step, while they were on their way, and computed and sent anew: 301 s instead of 204."""
+    """17 MB were given up after 1.3 s in a first step, while they were on their way, and computed and sent anew: 301 s instead of 208."""
     play = a_server()
     play.hear(OWNER, a_forward(0))
     play.tick(play.server.deadline or 0.0)

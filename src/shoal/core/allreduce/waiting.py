@@ -2,9 +2,10 @@
 when what others ask for is sent again. For rounds.py.
 
 What is missing is asked for after the usual time of a round, then after three of them and after each further one. The sender
-answers from the second time on: the first copy may be on its way. Nothing new for several usual times is in vain: it is reported to the
-leader with every heartbeat, and asked for as often, since a message can be lost, and its second copy too. Whatever arrives after all
-withdraws the report. Whoever is asked in vain for a sum reports at once whose part it lacks itself.
+answers from the second time on, and not before its line should have passed what it sent: the first copy may be on its way. Nothing new
+for several usual times is in vain: it is reported to the leader with every heartbeat, and asked for as often, since a message can be lost,
+and its second copy too. Whatever arrives after all withdraws the report. Whoever is asked in vain for a sum reports at once whose part
+it lacks itself.
 """
 
 from __future__ import annotations
