@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -59,6 +60,7 @@ CHUNK_CPU_S, LATE = 1.8e-3, 0.05
 BESIDE = 0.6
 LOCAL_FROM = 28  # from this seed on every fourth configuration has local steps
 STEPS, CHURN_STEPS = 7, 14
+KILLED = (2.6, 7.3)  # peers of a run with kills, after so many steps' time
 LAYERS, SEQUENCES, TOKENS = 6, 8, 64
 CONFIG = """
 [run]
@@ -124,7 +126,8 @@ def between(low: float, high: float, rng: Random) -> float:
     return float(low * (high / low) ** rng.random())
 
 
-def drawn(seed: int) -> Configuration:
+def drawn(seed: int, churn_steps: int = CHURN_STEPS) -> Configuration:
+    """`churn_steps`: of a run with kills and joins."""
     rng, churn = Random(f"validate/{seed}"), seed % 4 == 3
     local_steps = Random(f"validate/local/{seed}").choice((2, 4, 8)) if seed >= LOCAL_FROM and seed % 4 == 1 else 1
     stages = rng.randint(1, 4) if not churn else rng.randint(1, 3)
@@ -176,7 +179,7 @@ def drawn(seed: int) -> Configuration:
         own += f"emulated_gradient = {round(raw)}"
         line = f'bandwidth_Bps = "{mbit:.1f} Mbit/s"\ndelay_s = "{1e3 * delay_s:.1f} ms"'
     text = CONFIG.format(
-        steps=CHURN_STEPS if churn else STEPS,
+        steps=churn_steps if churn else STEPS,
         stages=stages,
         peers=peers,
         inflight=inflight,
@@ -276,15 +279,17 @@ def _chunks(seats: Seats) -> int:
 def measured(one: Configuration, repeats: int) -> Measured:
     runs = []
     for left in range(repeats, -1, -1):
+        step_s = one.planned.predicted.step_s if one.planned.predicted else 10.0
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(_played(one, Path(folder)))
+            runs.append(played(one, Path(folder), [share * step_s for share in KILLED]))
         if runs[-1].beside <= BESIDE:
             break
         print(f"  other programs took {runs[-1].beside:.1f} cores beside it{': again' if left else ''}", flush=True)
     return min(runs, key=lambda run: run.beside)
 
 
-def _played(one: Configuration, there: Path) -> Measured:
+def played(one: Configuration, there: Path, kills_s: Sequence[float]) -> Measured:
+    """One run, in that directory. `kills_s`: of one with kills, when, in seconds of training."""
     (there / "run.toml").write_text(one.text)
     (there / "cluster.toml").write_text(one.machines)
     plan.save(one.planned, there / "plan.json")
@@ -295,8 +300,7 @@ def _played(one: Configuration, there: Path) -> Measured:
         options = {"cwd": there, "env": environment(), "stdout": log, "stderr": subprocess.STDOUT}
         run = subprocess.Popen([*shoal, "run", *words], **options)  # type: ignore[call-overload]
         if one.churn:
-            step_s = one.planned.predicted.step_s if one.planned.predicted else 10.0
-            acts = [f'[[act]]\nat = "{share * step_s:.1f} s"\nkind = "kill"\nwho = "member"\n' for share in (2.6, 7.3)]
+            acts = [f'[[act]]\nat = "{at_s:.1f} s"\nkind = "kill"\nwho = "member"\n' for at_s in kills_s]
             (there / "acts.toml").write_text("".join(acts))
             while run.poll() is None and not (there / "runs/validate/peers.json").exists():
                 time.sleep(0.2)
@@ -383,17 +387,20 @@ def churned(job: Job, run: Measured) -> tuple[float, float, float]:
     """Seconds from the first commit to the last: forecast with the run's own deaths and joins, played message by message with them, and
     measured."""
     first_s, steps = run.commits_s[0], len(run.commits_s) - 1
-    patience = msgspec.structs.replace(
-        job.patience, detection_s=(DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s
-    )
-    job = msgspec.structs.replace(job, patience=patience)
-    there, changes = _there_and_then(job, run)
+    job = doubting(job)
+    there, changes = there_and_then(job, run)
     played = Run(job, rates.Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
     horizon_s = 100.0
     while played.progress.step < steps and horizon_s < 1e6:
         played.play(horizon_s, steps=steps)
         horizon_s *= 2
     return played.progress.began_s, exact_s(job, there, changes, steps), run.commits_s[-1] - first_s
+
+
+def doubting(job: Job) -> Job:
+    """A killed process breaks its connections, by which it is noticed."""
+    detection_s = (DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s
+    return msgspec.structs.replace(job, patience=msgspec.structs.replace(job.patience, detection_s=detection_s))
 
 
 def exact_s(job: Job, there: list[int], changes: list[Presence], steps: int) -> float:
@@ -407,7 +414,7 @@ def exact_s(job: Job, there: list[int], changes: list[Presence], steps: int) -> 
     return exact.watch.commits.times_s[-1] - began_s
 
 
-def _there_and_then(job: Job, run: Measured) -> tuple[list[int], list[Presence]]:
+def there_and_then(job: Job, run: Measured) -> tuple[list[int], list[Presence]]:
     """Slots with a machine at the first commit, and who comes and goes afterwards, seconds after it. Who asked to join before it and had
     not begun with the others joins at once."""
     first_s = run.commits_s[0]
