@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import count, pairwise
 
+import msgspec
 import pytest
+from tests.rounds import Group
 
 from shoal.core.allreduce.layout import fenced, objection, split
-from shoal.core.messages import Member, Round, Share, View
+from shoal.core.messages import Member, Round, Share, View, Withdraw
 
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
 
@@ -112,3 +114,25 @@ def test_a_hole_in_another_stages_books_is_seen_too() -> None:
     message = a_round((Share("a", (2, 0)), Share("b", (1, 3))), (Share("c", (0, 1)),))
 
     assert objection(message, a_view(), Share("a", (2, 0)), COUNT).startswith("stage 1:")
+
+
+@pytest.mark.parametrize("ends", ["a newer one", "it fails", "a replica leaves"])
+def test_what_waits_of_a_round_that_is_void_need_not_be_sent(ends: str) -> None:
+    play = Group(("a", "b", "c"), 12)
+    play.begin("a")
+    rounds, without_c = play.rounds["a"], msgspec.structs.replace(play.view, number=6, members=play.view.members[:2])
+    match ends:
+        case "a newer one":
+            commands = rounds.begin(play.a_round(8), play.shares["a"], 0.0)
+        case "it fails":
+            commands = rounds.fail(play.a_round(), "why")
+        case _:
+            commands = rounds.on_view(without_c)
+    assert [one for one in commands if isinstance(one, Withdraw)] == [Withdraw(0, 3, 7)]
+
+
+def test_what_waits_of_a_round_that_is_committed_is_sent() -> None:
+    """Joiners need its sums."""
+    play = Group(("a", "b", "c"), 12)
+    play.begin("a")
+    assert not any(isinstance(one, Withdraw) for one in play.rounds["a"].turn())

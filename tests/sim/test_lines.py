@@ -309,3 +309,16 @@ def test_with_delayed_updates_a_death_in_a_long_round_puts_nobody_else_out() -> 
     swarm = Swarm(case, look)
     assert swarm.run().violations == ()
     assert len(removed) == 1 and killed[0] in removed[0]
+
+
+def test_what_is_withdrawn_does_not_go_and_gives_its_time_to_what_comes_then() -> None:
+    network = Network(PLAIN, Random(0), wire=a_wire())
+    chunks = []
+    for number, round_ in enumerate((7, 7, 8, 7)):
+        message = m.ReduceChunk(0, 1, round_, number)
+        (at,) = network.arrivals("p0.0", "p1.0", MB, 0.0, m.rank(message))
+        chunks.append(network.queued("p0.0", "p1.0", message, MB, m.rank(message), at, 0.0))
+    assert network.withdraw("p0.0", m.Withdraw(0, 1, 7).voids, 0.5) == 2.0  # of the first a half has left
+    assert [chunk.void for chunk in chunks] == [False, True, False, True]
+    (at,) = network.arrivals("p0.0", "p1.0", MB, 0.5, m.rank(m.ReduceChunk(0, 1, 9, 0)))
+    assert at - DELAY_S == pytest.approx(3.0, abs=0.3 * DELAY_S)  # not 5, behind all of them

@@ -7,7 +7,18 @@ from collections import Counter
 
 import pytest
 
-from shoal.core.messages import PASSED, RANKS, URGENT, BoundaryTensor, Chunk, GatherChunk, Message, ReduceChunk, rank
+from shoal.core.messages import (
+    PASSED,
+    RANKS,
+    URGENT,
+    BoundaryTensor,
+    Chunk,
+    GatherChunk,
+    Message,
+    ReduceChunk,
+    Withdraw,
+    rank,
+)
 from shoal.transport.base import Blob, Limits
 from shoal.transport.streams.send_queue import QueuedBytes, RankTurns, SendQueue
 from shoal.transport.wire import FRAGMENT_BYTES, encode
@@ -69,3 +80,23 @@ def test_each_of_several_lower_ranks_has_its_part_and_no_turn_is_left_out() -> N
 
 def test_a_rank_that_waits_alone_goes_at_once() -> None:
     assert RankTurns().next((4,)) == 4
+
+
+def test_what_is_void_does_not_go_but_for_what_has_begun() -> None:
+    total = QueuedBytes(1 << 30)
+    queue, void = SendQueue("p", "bulk", 1 << 30, total), Withdraw(0, 1, 7)
+    for message in (ReduceChunk(0, 1, 7, 0), GatherChunk(0, 1, 7, 1), ReduceChunk(0, 1, 8, 2), ReduceChunk(0, 1, 7, 3)):
+        queue.put(encode(message, BLOBS, Limits()))
+    begun = queue.take(FRAGMENT_BYTES)
+    assert begun is not None
+    queue.sent(begun)
+    queue.withdraw(void.voids)
+    kept, went = [], begun
+    while went is not None:
+        if went.start + went.nbytes == went.frame.nbytes:
+            kept.append(went.frame.message)
+        if (taken := queue.take(FRAGMENT_BYTES)) is not None:
+            queue.sent(taken)
+        went = taken
+    assert kept == [ReduceChunk(0, 1, 7, 0), ReduceChunk(0, 1, 8, 2)]
+    assert not queue.pending and total.nbytes == 0

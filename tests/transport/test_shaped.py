@@ -133,6 +133,14 @@ def test_what_is_forgotten_gives_its_time_to_others() -> None:
     assert passed(line) == [(5.0, "ours"), (6.0, "ours again")]
 
 
+def test_what_is_void_does_not_go_but_for_what_has_begun() -> None:
+    line = LineQueue(100.0)
+    for item in ("void, begun", "void", "kept", "void", "kept, too"):
+        line.push(item, "p", 100, bulk=True, now=0.0)
+    line.withdraw(lambda item: item.startswith("void"), now=0.5)
+    assert passed(line) == [(1.0, "void, begun"), (2.0, "kept"), (3.0, "kept, too")]
+
+
 def test_a_downlink_holds_nothing_that_came_alone() -> None:
     line = DownlinkQueue(100.0)
     line.push("alone", "p", 1000, bulk=True, now=10.0)

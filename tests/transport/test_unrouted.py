@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.transport.test_tls import bulk, make, take
 
-from shoal.core.messages import Cancelled
+from shoal.core.messages import Cancelled, ReduceChunk, Withdraw
 from shoal.transport.base import Incoming, Limits, Lost, Unknown
 from shoal.transport.identity.identity import Identity
 from shoal.transport.streams import presence
@@ -91,5 +91,25 @@ def test_waiting_is_bounded_in_peers_and_in_bytes(monkeypatch: Any) -> None:
         assert events[:2] == [Unknown(first), Unknown(second)]
         assert isinstance(events[2], Lost) and events[2].peer == third
         await a.close()
+
+    run(story)
+
+
+def test_what_was_withdrawn_is_not_sent() -> None:
+    """Chunks of a round that is void wait for an address; what else does is sent."""
+
+    async def story() -> None:
+        a, b = make(), make()
+        await a.start()
+        await b.start()
+        _, blobs = bulk(0, 100)
+        for round_ in (7, 8):
+            a.send(b.name, ReduceChunk(0, 1, round_, 0), blobs)
+        a.withdraw(Withdraw(0, 1, 7).voids)
+        assert await take(a) == Unknown(b.name)
+        a.learn(b.name, b.address)
+        assert (await take(b)).message == ReduceChunk(0, 1, 8, 0)
+        await a.close()
+        await b.close()
 
     run(story)

@@ -1379,6 +1379,19 @@ class Drop(Command, frozen=True):
     blobs: tuple[str, ...]
 
 
+class Withdraw(Command, frozen=True):
+    """That round is void: its chunks that still wait here need not be sent. One that is on its way arrives."""
+
+    epoch: Count
+    step: Count
+    round: Count
+
+    def voids(self, message: Message) -> bool:
+        if not isinstance(message, ReduceChunk | GatherChunk):
+            return False
+        return (message.epoch, message.step, message.round) == (self.epoch, self.step, self.round)
+
+
 class Note(Command, frozen=True):
     """A decision worth telling: `text` is the reason in words."""
 

@@ -49,6 +49,7 @@ from shoal.core.messages import (
     Unreachable,
     Vote,
     VoteRequest,
+    Withdraw,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.contacts import Contacts
@@ -161,6 +162,8 @@ class Node:
                 self._send(command, tuple(self.runner.get(name) for name in command.blobs))
             case Do():
                 self.runner.submit(command.task, self._on_result)
+            case Withdraw():
+                self.transport.withdraw(command.voids)
             case Drop():
                 for name in command.blobs:
                     self.runner.drop(name)

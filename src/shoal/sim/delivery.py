@@ -10,6 +10,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.sim.context import Context, Values
 from shoal.sim.lines import Wire
+from shoal.sim.network import QueuedChunk
 from shoal.sim.processes import Processes
 from shoal.sim.tasks.storage import CHUNKS
 
@@ -17,6 +18,7 @@ SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 SAMPLE_HOSTILE = 7  # the same where somebody tries to make them other messages
 STRANGER = "stranger.0"
 REFUSED = 0.7  # how often the sender learns that its target does not live
+CHUNKS_OF_ROUNDS = (m.ReduceChunk, m.GatherChunk)
 Parcel = tuple[m.Peer, m.Peer, m.Message, Values]  # from, to
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(m.Message)
@@ -59,7 +61,7 @@ class Delivery:
         nbytes, priority = 0, 0
         if values:
             priority = m.rank(message)
-            chunk = type(message) in (m.ReduceChunk, m.GatherChunk)
+            chunk = type(message) in CHUNKS_OF_ROUNDS
             nbytes = case.scenario.values if chunk else case.scenario.boundary_bytes * len(values)
         for at in context.network.arrivals(source, target, nbytes, kernel.now, priority):
             kernel.at(at, self._arrive, parcel)
@@ -72,6 +74,13 @@ class Delivery:
         if context.chance.random() < context.network.faults.stranger and type(message) is not m.Join:
             parcel = (STRANGER, target, message, values)
             context.kernel.after(context.chance.uniform(0.0, 10.0), self._arrive, parcel)
+
+    def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None:
+        """What waits at its line and is void does not go."""
+        wire, kernel = self._context.case.wire, self._context.kernel
+        if wire is not None:
+            seconds = self._context.network.withdraw(source, voids, kernel.now)
+            self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
 
     def current_views(self) -> list[m.View]:
         """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
@@ -96,11 +105,14 @@ class Delivery:
         nbytes, rank = sum([wire.nbytes(value, CHUNKS) for value in values]), m.rank(message)
         self.sent_bytes[source] += nbytes
         through = network.through
+        chunk: QueuedChunk | None = None
         for at in network.arrivals(source, target, nbytes, kernel.now, rank):
             left_s = network.left(source, rank)
+            if chunk is None and type(message) in CHUNKS_OF_ROUNDS:
+                chunk = network.queued(source, target, message, nbytes, rank, at, kernel.now)
 
-            def reach(_: object, left_s: float = left_s) -> None:
-                if died_s.get(source, left_s) >= left_s:
+            def reach(_: object, left_s: float = left_s, chunk: QueuedChunk | None = chunk) -> None:
+                if died_s.get(source, left_s) >= left_s and not (chunk is not None and chunk.void):
                     if (source, True) not in self._known:
                         self._measured(wire, source, up=True)
                     through_s = through(source, target, nbytes, rank, kernel.now)

@@ -10,11 +10,13 @@ that ask for it, duplicates and reordering that no transport is allowed. Every d
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
 
-from shoal.core.messages import PASSED, RANKS, Peer
+from shoal.core.messages import PASSED, RANKS, URGENT, Message, Peer
 from shoal.sim.lines import Downlinks, Wire
 from shoal.sim.scenarios.scenario import Messages, Scenario
 
@@ -67,6 +69,16 @@ class SimulatedUplink(msgspec.Struct):
         self.free_s[rank] = left
         return left
 
+    def withdraw(self, void: Sequence[QueuedChunk], kept: Sequence[QueuedChunk], now: float) -> None:
+        """Those do not go; these do."""
+        self.pass_in_turn(void[0].rank, 0.0, now)
+        for chunk in void:
+            self.waiting_s[chunk.rank] = max(0.0, self.waiting_s[chunk.rank] - chunk.seconds)
+            if chunk.rank != URGENT:  # there a state's chunks may wait, too
+                self.free_s[chunk.rank] = now
+        for chunk in kept:
+            self.free_s[chunk.rank] = max(self.free_s[chunk.rank], chunk.left_s)
+
     def _advance(self, now: float) -> None:
         """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
         waiting, left = self.waiting_s, now - self.then_s
@@ -84,6 +96,18 @@ class SimulatedUplink(msgspec.Struct):
             left -= step
 
 
+class QueuedChunk(msgspec.Struct):
+    """Of a round, at its sender's uplink: for so many seconds, until `left_s`; then it arrives `at`. `void`: it has been withdrawn."""
+
+    message: Message
+    link: SimulatedLink
+    rank: int
+    seconds: float
+    left_s: float
+    at: float
+    void: bool = False
+
+
 class Network:
     """`faults` is what may happen to a message now; `cut` holds the pairs (from, to) between which nothing passes."""
 
@@ -95,6 +119,7 @@ class Network:
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
         self._uplinks: dict[Peer, SimulatedUplink] = {}
+        self._chunks: dict[Peer, deque[QueuedChunk]] = {}  # that wait at that peer's uplink
         self._wire = wire
         if wire is not None:
             self.through = Downlinks(wire).through
@@ -130,6 +155,36 @@ class Network:
     def left(self, source: Peer, rank: int) -> float:
         """When the last blob of that rank leaves, or has left, its sender's uplink."""
         return self._uplinks[source].free_s[rank]
+
+    def queued(
+        self, source: Peer, target: Peer, message: Message, nbytes: int, rank: int, at: float, now: float
+    ) -> QueuedChunk:
+        """What was sent last, a chunk of a round, arrives `at`."""
+        uplink, chunks = self._uplinks[source], self._chunks.setdefault(source, deque())
+        while chunks and chunks[0].left_s <= now:
+            chunks.popleft()
+        seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
+        chunk = QueuedChunk(message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
+        chunks.append(chunk)
+        return chunk
+
+    def withdraw(self, source: Peer, voids: Callable[[Message], bool], now: float) -> float:
+        """Such chunks, of which nothing has left, do not go: the seconds of the line that this gives back."""
+        chunks = self._chunks.get(source, ())
+        void = [chunk for chunk in chunks if chunk.left_s - chunk.seconds > now and voids(chunk.message)]
+        if not void:
+            return 0.0
+        for chunk in void:
+            chunk.void = True
+        kept = self._chunks[source] = deque(chunk for chunk in chunks if not chunk.void)
+        self._uplinks[source].withdraw(void, kept, now)
+        for chunk in void:
+            if chunk.rank != URGENT:
+                chunk.link.last_s[1 + chunk.rank] = now
+        for chunk in kept:
+            last_s = chunk.link.last_s
+            last_s[1 + chunk.rank] = max(last_s[1 + chunk.rank], chunk.at)
+        return sum(chunk.seconds for chunk in void)
 
     def part(self, groups: tuple[tuple[Peer, ...], tuple[Peer, ...]], both: bool) -> list[tuple[Peer, Peer]]:
         """Cut from the first group to the second, and back if `both`. Returns the pairs, for `join`."""

@@ -7,7 +7,7 @@ liveness.py (progress), context.py (what they share).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -187,6 +187,9 @@ class Swarm:
 
     def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
         self.delivery.carry(source, target, message, values, honest=honest)
+
+    def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None:
+        self.delivery.withdraw(source, voids)
 
     def trapped(self, node: Node, commands: Sequence[m.Command]) -> int | None:
         """How many of these commands the node carries out before it dies; None: all, and it lives."""

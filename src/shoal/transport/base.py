@@ -8,6 +8,7 @@ of a lower rank, and control behind no bulk: bulk is sent in fragments, of which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -82,6 +83,9 @@ class Transport(Protocol):
         """Queue for sending and return at once; never raises for a dead peer.
 
         Returns the bytes that it takes on the line, 0 when it goes nowhere: the peer is not known, too much waits for it."""
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        """Messages with blobs that wait, and of which nothing is on its way, need not be sent. `send` has counted them."""
 
     async def receive(self) -> Event:
         """The next thing that happened. A peer that sends malformed or oversized data is dropped and reported as Lost."""

@@ -80,6 +80,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Frame(msgspec.Struct, frozen=True):
     """A message ready to be written. The blobs' memory is read until then: it must not change."""
 
+    message: Message
     parts: tuple[memoryview, ...]
     nbytes: int
     bulk: bool
@@ -112,7 +113,7 @@ def encode(message: Message, blobs: tuple[Blob, ...], limits: Limits) -> Frame:
         raise ValueError(f"{type(message).__name__} takes {len(head)} bytes; it may have {most}")
     _check(message, heads, limits)
     parts = (memoryview(_prefix.pack(len(head)) + head), *views)
-    return Frame(parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
+    return Frame(message, parts, sum(part.nbytes for part in parts), bool(blobs), rank(message))
 
 
 def fragment_head(rank: int, number: int, nbytes: int, report: Report = NO_REPORT) -> memoryview:

@@ -49,6 +49,7 @@ from shoal.core.messages import (
     Settings,
     Share,
     View,
+    Withdraw,
 )
 from shoal.core.replica_state import TEXT, ReplicaState, drop
 
@@ -154,8 +155,8 @@ class Rounds:
         commands = self.end(reason)
         return commands + self._report_failed(message, reason, culprit)
 
-    def end(self, reason: str) -> list[Command]:
-        """Let go of the round under way. Blobs that a running task reads stay until it has ended."""
+    def end(self, reason: str, void: bool = True) -> list[Command]:
+        """Let go of the round under way, of which nothing is committed if it is `void`. Blobs stay while a running task reads them."""
         current, self.current, self._reason = self.current, None, reason
         if current is None:
             return []
@@ -163,7 +164,8 @@ class Rounds:
             self._times.end(None, lost=False)
         read = {blob for task in current.tasks.values() for blob in task.reads}
         self._void |= {task.id: (task.reads, task.makes) for task in current.tasks.values()}
-        return drop(tuple(blob for blob in current.live if blob not in read))
+        of, dropped = current.message, drop(tuple(blob for blob in current.live if blob not in read))
+        return [Withdraw(of.epoch, of.step, of.round), *dropped] if void else dropped
 
     def turn(self, everything: bool = True) -> list[Command]:
         """What I held of the step is void, or (not everything) it is over. Then early chunks of the view's own step stay: with
@@ -171,7 +173,7 @@ class Rounds:
         view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)
-        commands = self.end("the step is over")
+        commands = self.end("the step is over", void=False)
         self._newest, self._reason = -1, ""
         return commands + early
 

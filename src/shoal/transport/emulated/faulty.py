@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,6 +97,13 @@ class Faulty:
         line.push((message, blobs), peer, frame.nbytes, frame.bulk, loop_time(), rank=frame.rank)
         self._news.set()
         return frame.nbytes
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        now = loop_time()
+        for _, line in self._lines.values():
+            line.withdraw(lambda item: bool(item[1]) and is_void(item[0]), now)
+        self._inner.withdraw(is_void)
+        self._news.set()
 
     def line_Bps(self) -> tuple[float, float]:
         return self._inner.line_Bps()

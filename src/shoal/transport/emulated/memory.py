@@ -7,6 +7,7 @@ are met here as on a real network.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import Blob, Event, Incoming, Limits, Lost
@@ -66,6 +67,9 @@ class MemoryTransport:
         self._talked.discard(peer)
         self._receive_queue.put(Lost(peer, "there is no such peer"))
         return 0
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        """Nothing waits: what is sent has arrived."""
 
     async def receive(self) -> Event:
         return await self._receive_queue.take()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -117,12 +117,20 @@ class LineQueue(Generic[T]):
     def drop(self, peer: Peer, now: float) -> None:
         """Forget that peer's messages; those behind them move up, but not those that are through already."""
         self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
+        self._remove(lambda passing: passing.peer == peer, now)
+
+    def withdraw(self, is_void: Callable[[T], bool], now: float) -> None:
+        """The same of such bulk, where nothing of it is on its way."""
+        self._remove(lambda passing: is_void(passing.item) and passing.leaves_at - passing.seconds > now, now)
+
+    def _remove(self, goes: Callable[[_Passing[T]], bool], now: float) -> None:
+        """Of bulk."""
         waiting = [(passing.leaves_at, lane, passing) for lane in range(1, 1 + RANKS) for passing in self._lanes[lane]]
         waiting.sort(key=lambda each: each[:2])
         self._lanes[1:] = [deque() for _ in range(RANKS)]
         gained = 0.0
         for leaves_at, lane, passing in waiting:
-            if passing.peer == peer:
+            if goes(passing):
                 # What is left of it, where others that go first may have had the line for a while since it began.
                 ahead = (
                     (until, other) for until, higher, other in waiting if higher < lane and now < until <= leaves_at
@@ -222,6 +230,10 @@ class UplinkQueue(Generic[T]):
         for line in self._lines:
             line.drop(peer, now)
 
+    def withdraw(self, is_void: Callable[[T], bool], now: float) -> None:
+        """Such bulk that has not begun to pass the uplink; what is on a pair's way has."""
+        self._first.withdraw(is_void, now)
+
     @property
     def _lines(self) -> list[LineQueue[T]]:
         return [self._first, *self._behind.values(), self._others]
@@ -260,6 +272,11 @@ class Shaped:
 
     async def receive(self) -> Event:
         return await self._receive_queue.take()
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        self._up.withdraw(lambda item: bool(item[2]) and is_void(item[1]), loop_time())
+        self._inner.withdraw(is_void)
+        self._news.set()
 
     def line_Bps(self) -> tuple[float, float]:
         """The modelled line's, where it has a rate: the real one beneath is never full."""

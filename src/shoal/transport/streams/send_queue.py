@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from shoal.core.messages import PASSED, RANKS, Peer
+from shoal.core.messages import PASSED, RANKS, Message, Peer
 from shoal.transport.base import StreamKind
 from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
@@ -127,6 +127,18 @@ class SendQueue:
         with self._lock:
             if fragment.stream == self.generation:  # else the queue was cleared meanwhile
                 self._count(-fragment.nbytes)
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        """Forget such frames, but for one of which a part was taken."""
+        with self._lock:
+            for rank, frames in enumerate(self._frames):
+                begun = self._taken[rank] > 0
+                kept = [
+                    frame for number, frame in enumerate(frames) if (begun and not number) or not is_void(frame.message)
+                ]
+                self._count(sum(frame.nbytes for frame in kept) - sum(frame.nbytes for frame in frames))
+                frames.clear()
+                frames.extend(kept)
 
     def clear(self) -> None:
         """What waits is lost, and so is what was taken: the stream has ended."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
-from shoal.core.messages import Peer
+from shoal.core.messages import Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Limits, StreamKind
 from shoal.transport.budget import Warnings
 from shoal.transport.congestion.busy_rate import BusyRate
@@ -36,7 +36,7 @@ SEND_QUEUES = 4096  # peers and kinds; beyond it the queues that are empty and h
 
 
 class Sender(Generic[Route]):
-    """`put`, `resume`, `forget` and `pending` are called in the node's thread; everything else in the engine's of the kind."""
+    """`put`, `resume`, `forget`, `withdraw` and `pending` are called in the node's thread; everything else in the engine's of the kind."""
 
     def __init__(
         self,
@@ -80,6 +80,11 @@ class Sender(Generic[Route]):
             if queue is not None:
                 queue.clear()
                 self._engines.sender(kind).post(partial(self._disconnect, queue))
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        for (_, kind), queue in self._queues.items():
+            if kind == "bulk":
+                queue.withdraw(is_void)
 
     @property
     def uplink(self) -> BusyRate:

@@ -19,6 +19,7 @@ import ipaddress
 import logging
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Generic
 
@@ -101,6 +102,9 @@ class StreamTransport(Generic[Route]):
             self._warnings.warn("messages dropped", text)
             return 0
         return frame.nbytes
+
+    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+        self._sender.withdraw(is_void)
 
     def learned(self, peer: Peer) -> None:
         """The carrier may have a route to that peer now: send what waits for it."""
