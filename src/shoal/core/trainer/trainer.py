@@ -62,9 +62,10 @@ from shoal.core.trainer.microbatch import (
 )
 from shoal.core.trainer.ownership import NOTHING, begins, owned_by, period
 from shoal.core.trainer.reports import Reports
-from shoal.core.trainer.routing import EXTENSIONS, Chance, Routes
+from shoal.core.trainer.routing import EXTENSIONS, Routes
 from shoal.core.trainer.takeover import Takeovers
 from shoal.core.trainer.window import Window
+from shoal.core.trainer.wiring import Chance
 
 ANSWERS = (*get_args(Answer), Books)
 BOOKS = -1  # timer keys: an index, this, or PARKED - stage
