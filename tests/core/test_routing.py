@@ -9,10 +9,11 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.core.messages import Member, Settings, View
+from shoal.core.messages import TURNS, Member, Settings, View
 from shoal.core.trainer.choice import in_progress
 from shoal.core.trainer.microbatch import Hop, Kind, new_microbatch
 from shoal.core.trainer.routing import BACKWARD_SIZE, COLD_S, MOST_WAIT_S, OTHERS, PATIENCE, Routes
+from shoal.core.trainer.wiring import WAITS
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, min_request_timeout_s=2.0, heartbeat_timeout_s=4.0)
 
@@ -224,6 +225,48 @@ def test_no_peer_can_retire_by_saying_that_it_is_busy(wait_s: float) -> None:
     routes = some_routes("a")
     routes.busy("a", wait_s, 1.0, 0.0)
     assert chosen(routes, 1.25 * MOST_WAIT_S) == "a"
+
+
+def test_whoever_has_no_room_for_forwards_keeps_the_backwards_whose_input_it_holds() -> None:
+    """Another replica would be sent the input again, and a narrow line would carry it."""
+    routes = some_routes("a", "b")
+    routes.busy("a", 2.0, 1.0, 0.0)
+    assert not routes.claim("a", 0, 1.0, 1.0) and routes.claim("a", 0, 1.0, BACKWARD_SIZE, backward=True)
+    routes.busy("a", 2.0, BACKWARD_SIZE, 1.0, backward=True)
+    assert not routes.claim("a", 0, 2.0, BACKWARD_SIZE, backward=True)
+    assert routes.claim("a", 0, 4.0, BACKWARD_SIZE, backward=True)
+
+
+def a_wide_and(turns: int) -> Routes:
+    """`a` has a wide line, `b` has so many turns; both have answered."""
+    routes = Routes(SETTINGS, Random(0))
+    routes.on_view((Member("a", 0), Member("b", 0, turns=turns)), 0.0)
+    for _ in range(20):
+        for peer in "ab":
+            routes.answered(peer, 1.0, 1.0, 0.0)
+    return routes
+
+
+@pytest.mark.parametrize(("turns", "other"), [(2, None), (TURNS, "b")])
+def test_a_wide_line_without_room_is_waited_for_where_the_other_is_narrow(turns: int, other: str | None) -> None:
+    """All owners would fill the narrow one at once, and the step would wait for it."""
+    routes = a_wide_and(turns)
+    routes.busy("a", 1.0, 1.0, 0.0)
+    chosen_at_once = [routes.choose(0, 0.5, index=index) for index in range(5)]
+    assert Counter(choice and choice[0] for choice in chosen_at_once)[other] >= 2
+    assert any(choice is not None for choice in chosen_at_once), "it has its own turns"
+    wake = routes.wake(0)
+    assert wake is not None and routes.choose(0, wake, index=0) == ("a", "its turn")
+
+
+def test_a_peer_that_never_has_room_is_waited_for_a_few_times() -> None:
+    routes, now = a_wide_and(2), 0.0
+    for _ in range(WAITS):
+        routes.busy("a", 1.0, 1.0, now)
+        assert routes.choose(0, now, index=0) is None
+        now += 2.0
+    routes.busy("a", 1.0, 1.0, now)
+    assert (routes.choose(0, now, index=0) or "")[0] == "b"
 
 
 def test_a_busy_wait_of_nothing_is_still_a_wait() -> None:

@@ -427,6 +427,19 @@ def test_a_full_queue_says_how_long_it_is() -> None:
     assert play.server.rate == pytest.approx(1 / 2.5)  # this is the last stage: it runs no forward of its own
 
 
+def test_a_queue_that_is_full_of_forwards_has_room_for_backwards_up_to_twice_its_limit() -> None:
+    """Each gives room, and the owner would have to send its input to another replica."""
+    play = Play()
+    for index in range(4):  # one runs, two wait
+        play.forward(index, 1)
+    assert [busy.backward for _, busy, _ in play.sends(Busy)] == [False]
+    for index in (0, 1):
+        play.backward(index, 1)
+        assert play.sends(Busy) == []
+    play.backward(2, 1)
+    assert [busy.backward for _, busy, _ in play.sends(Busy)] == [True]
+
+
 @pytest.mark.parametrize(("stage", "wanted_s"), [(0, 3.5), (1, 2.5)])
 def test_a_rate_counts_what_the_stage_runs_for_a_microbatch(stage: int, wanted_s: float) -> None:
     """With a forward that it never runs, a last stage passed for 0.7 of its speed, and peers moved there that slowed the run."""

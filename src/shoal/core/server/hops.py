@@ -185,7 +185,8 @@ class Hops:
             return self._replace(job) + self._await(now)
         commands, room = ([], True) if job.backward else self._make_room(now)
         limit, queue = self._settings.queue_limit, self._queue
-        full = len(queue) >= limit and sum(job.complete(self.store.held) for job in queue.values()) >= limit
+        looked_at = queue.values() if len(queue) >= limit and not job.backward else ()  # a backward gives room
+        full = sum(other.complete(self.store.held) for other in looked_at) >= limit
         if not room or full or len(queue) >= 2 * limit:
             return commands + drop(request.blobs) + self._busy(peer, message, max(self.queue_s, soon))
         self._queue[job.key] = job

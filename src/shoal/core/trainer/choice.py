@@ -63,7 +63,7 @@ class Choice:
         holders = m.x[want.stage] if want.stage > 0 else ()
         for peer in (m.next, *above, *reversed(holders)):
             charge = 0.0 if peer == m.next else want.kind.size
-            if peer and peer != avoid and self._routes.claim(peer, want.stage, now, charge):
+            if peer and peer != avoid and self._routes.claim(peer, want.stage, now, charge, want.kind is Kind.BACKWARD):
                 return peer
         home = self._name if self._settings.home and avoid != self._name else ""
         planned = self._planned.peer(want.stage, m.index)

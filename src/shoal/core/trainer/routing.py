@@ -113,8 +113,8 @@ class Routes:
         if peer is None:
             return None
         replica = self._at[peer][1]
-        ready = not replica.level and replica.busy_until <= now and replica.late is None
-        return replica if ready and peer != avoid else None
+        stands = not replica.level and replica.banned_until <= now and replica.late is None
+        return replica if stands and peer != avoid else None
 
     def _skip_reason(self, stage: Stage, planned: Peer, now: float, avoid: str, barred: frozenset[Peer]) -> str:
         """Why the planned peer does not receive this hop; '' if it does."""
@@ -134,12 +134,18 @@ class Routes:
             return f"it takes {usual_s:.2f} s a hop, its stage {typical_s:.2f} s"
         return ""
 
-    def claim(self, peer: Peer, stage: Stage, now: float, size: float) -> bool:
-        """Charge `peer`, which holds the input, for a hop of that size. False if it does not serve the stage or is not ready."""
+    def claim(self, peer: Peer, stage: Stage, now: float, size: float, backward: bool = False) -> bool:
+        """Charge `peer`, which holds the input, for a hop of that size. False if it does not serve the stage or is not ready. One that has
+        no room for forwards has it for a `backward`, which gives room."""
         at, replica = self._at.get(peer, (None, None))
         if replica is None or at != stage:
             return False
-        if replica.busy_until > now or replica.banned_until > now or replica.level or replica.late is not None:
+        if (
+            (replica.full_until if backward else replica.busy_until) > now
+            or replica.banned_until > now
+            or replica.level
+            or replica.late is not None
+        ):
             return False
         replica.virtual += size * self._wirings[stage].estimate(replica)
         self._wirings[stage].place(replica, now)
@@ -189,7 +195,7 @@ class Routes:
             return
         stage, replica = self._at[peer]
         replica.unserved.clear()
-        replica.late = None
+        replica.late, replica.declined = None, 0
         self._wirings[stage].measure(replica, seconds, size, ahead, usual=not again)
         if stage and not again:  # a first stage's need no tensor, and tell nothing of the others
             self._answers, self._longest_s = self._answers + 1, max(self._longest_s, seconds / size)
@@ -226,14 +232,15 @@ class Routes:
         self._wirings[stage].place(replica, now)
         return ban_s
 
-    def busy(self, peer: Peer, wait_s: float, size: float, now: float) -> None:
+    def busy(self, peer: Peer, wait_s: float, size: float, now: float, backward: bool = False) -> None:
         """It did not accept a hop of that size: the charge is taken back, and it is not chosen for the wait, with jitter."""
         if peer not in self._at:
             return
         stage, replica = self._at[peer]
         wait_s = max(wait_s, LEAST_WAIT_S) if 0 <= wait_s <= MOST_WAIT_S else MOST_WAIT_S  # NaN lands here too
-        replica.queue_s = wait_s
+        replica.queue_s, replica.declined = wait_s, replica.declined + 1
         replica.busy_until = max(replica.busy_until, now + wait_s * (1.0 + 0.25 * self._rng.random()))
+        replica.full_until = replica.busy_until if backward else replica.full_until
         replica.virtual -= size * self._wirings[stage].estimate(replica)
         if replica.trial:  # neither succeeded nor failed: the probation request follows after the wait
             replica.trial, replica.banned_until = False, 0.0

@@ -414,7 +414,7 @@ class Trainer:
         elif message.attempt == hop.first:  # an answer to a later Cancel says nothing about the backward itself
             m.hop = None
             if isinstance(message, Busy):
-                self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now)
+                self._routes.busy(hop.peer, message.wait_s, hop.kind.size, now, hop.kind is Kind.BACKWARD)
                 self._advance(m, now)
             elif isinstance(message, Missing):
                 for maker in (m.g if message.gradient else m.x)[hop.stage][:1]:  # nobody: it was evicted

@@ -18,6 +18,7 @@ FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to 
 TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
 # Hops that a newcomer has served before it may be called quicker than its stage: it had nobody else's hops when it served the first
 SETTLED = 8
+WAITS = 3  # times that one without room is waited for in its turn, until it has answered
 
 # Size of the hops that one trainer has requested of each peer, or requests next, and that are not answered.
 Load = Mapping[Peer, float]
@@ -41,6 +42,8 @@ class Replica(msgspec.Struct, eq=False):
     settles: int = 0  # hops until its pace is that of a replica with its share
     serial: int = 0
     busy_until: float = 0.0
+    full_until: float = 0.0  # for backwards, too
+    declined: int = 0  # times that it had no room since its last answer
     banned_until: float = 0.0
     level: int = 0  # of the ban; 0: in good standing
     lagging: bool = False  # a request to it timed out, and it has not been as quick as its stage since
@@ -118,7 +121,7 @@ class Wiring:
     ) -> tuple[Replica, str] | None:
         """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
         other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: ready, and chosen unless
-        another is expected to answer much sooner."""
+        another is expected to answer much sooner. None: one that has no room is to be waited for."""
         self._settle(now)
         if barred and self._wait_for_others(barred, avoid):
             return None
@@ -126,9 +129,11 @@ class Wiring:
             return (self._banned[0][2], "every replica is banned or busy; its ban ends first") if self._banned else None
         candidates = self._candidates(now, {avoid, *barred}, load)
         entry = self._pick(candidates, avoid, load, barred)
-        if turn is not None and TURN * self._response_s(turn, load) <= self._response_s(entry[3], load):
+        if turn is not None and self._keeps_turn(turn, entry[3], load, now):
             for other in candidates:
                 heappush(self._ready, other)
+            if turn.busy_until > now:
+                return None
             self.take(turn)
             return turn, "its turn"
         for other in candidates:
@@ -137,6 +142,14 @@ class Wiring:
         self._clock = max(self._clock, min(entry[0], self._ready[0][0]) if self._ready else entry[0])
         replica = entry[3]
         return replica, "probation after a ban" if replica.level else "expected to answer first"
+
+    def _keeps_turn(self, turn: Replica, other: Replica, load: Load, now: float) -> bool:
+        """The replica whose turn it is would answer in less than twice the other's time. One that has no room is waited for where the
+        other's line is narrower: all owners would fill that line at once, and the step would wait for it."""
+        wait_s = max(0.0, turn.busy_until - now)
+        if wait_s and (other.share >= turn.share or turn.declined > WAITS):
+            return False
+        return TURN * (wait_s + self._response_s(turn, load)) <= self._response_s(other, load)
 
     def _wait_for_others(self, barred: frozenset[Peer], avoid: str) -> bool:
         """None but the `barred` is ready, and another one is busy."""
