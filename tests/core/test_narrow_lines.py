@@ -10,18 +10,24 @@ import pytest
 
 from shoal.core.leader.evictions import FIRST_PAUSE, Pauses
 from shoal.core.leader.facts import Facts
+from shoal.core.leader.history import FADES, History
+from shoal.core.leader.ledger import Ledger
 from shoal.core.leader.rules.lines import (
+    ALIKE,
     CLOSE,
     FAR,
+    SHOWN,
     SLOW_kBps,
-    by_line,
+    by_pace,
     expected_pace,
     line_rates,
     measured,
+    shown,
     too_narrow,
 )
+from shoal.core.leader.rules.lines import turns_of as turns_by_pace
 from shoal.core.leader.rules.removal import remove
-from shoal.core.messages import TURNS, Complaint, Heartbeat, Member, Phase, Settings, View
+from shoal.core.messages import TURNS, Booking, Complaint, Heartbeat, Member, Phase, Settings, View
 from shoal.core.trainer.turns import turns_of
 
 MEMBERS = tuple(Member(peer, stage) for peer, stage in (("a", 0), ("b", 1), ("c", 0), ("d", 1)))
@@ -169,18 +175,54 @@ def test_a_newcomer_whose_computing_is_worth_more_than_its_line_costs_stays() ->
 
 def test_turns_follow_what_a_line_carries_beside_what_a_replica_computes() -> None:
     _, facts = known((*MEMBERS, NEWCOMER), e=USUAL // 4)
-    assert [one.turns for one in by_line((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 4 + [TURNS // 4]
+    assert [one.turns for one in by_pace((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 4 + [TURNS // 4]
     for peer, beat in facts.heartbeats.items():  # computing takes longer than the narrow line
         facts.heartbeats[peer] = msgspec.structs.replace(beat, rate=0.5)
-    assert [one.turns for one in by_line((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 5
+    assert [one.turns for one in by_pace((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 5
     _, facts = known((*MEMBERS, NEWCOMER), e=int(USUAL / CLOSE) + 1)
-    assert [one.turns for one in by_line((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 5
+    assert [one.turns for one in by_pace((*MEMBERS, NEWCOMER), facts, SETTINGS)] == [TURNS] * 5
+
+
+@pytest.mark.parametrize(
+    ("rates", "turns"),
+    [
+        ((2.0, 1.0, 2.0), (TURNS, TURNS // 2, TURNS)),
+        ((1.0, 1.0 / ALIKE + 0.01, ALIKE - 0.01), (TURNS, TURNS, TURNS)),  # noise changes nothing
+        ((1.0, 1.0, 100.0), (TURNS / FAR, TURNS / FAR, TURNS)),  # nor is anybody believed to be that quick
+        ((1.0, 1.0, 0.001), (TURNS, TURNS, TURNS / FAR)),
+        ((1.0, 0.0, 0.5), (TURNS, TURNS // 2, TURNS // 2)),  # not known: as usual, the lower of the two
+        ((0.0, 0.0, 0.0), (TURNS, TURNS, TURNS)),
+    ],
+)
+def test_turns_follow_what_replicas_compute(rates: tuple[float, ...], turns: tuple[float, ...]) -> None:
+    turns_of_each = turns_by_pace(dict.fromkeys("abc", 0), 1.0, dict(zip("abc", rates, strict=True)))
+    assert tuple(turns_of_each.values()) == turns
+
+
+def test_a_rate_above_its_stages_usual_one_counts_as_far_as_it_has_been_shown() -> None:
+    """Else one that says too much has its stage to itself, and everybody waits for it."""
+    said = {"a": 1.0, "b": 1.2, "c": 1e9}
+    assert shown(said, {"a": 0.5, "b": 1.0, "c": 1.0}) == {"a": 1.0, "b": 1.2, "c": max(1.2, SHOWN)}
+    assert shown(said, {"c": 0.1})["c"] == 1.2, "and its stage's usual rate is believed"
+    assert shown({"a": 1.0, "c": 1e9}, {"c": 1.0})["c"] == SHOWN, "of two the lower is usual"
+
+
+def test_what_a_step_has_shown_of_a_peer_counts_in_the_next_one_too() -> None:
+    history, ledger = History(), Ledger.of(SETTINGS, 0, False)
+    ledger.books["a"] = tuple(Booking(index, 1.0) for index in range(6))
+    assert history.booked_paces(ledger) == {}, "nothing is whole yet"
+    history.step_at, history.complete_at = 10.0, 13.0
+    assert history.booked_paces(ledger) == {"a": 2.0}
+    history.on_step(None, ledger, 14.0)
+    assert history.booked_paces(Ledger.of(SETTINGS, 1, False)) == {"a": 2.0}
+    history.step_at, history.complete_at = 14.0, 74.0  # somebody died
+    assert history.booked_paces(ledger) == {"a": 2.0 * FADES}
 
 
 def test_turns_are_spread_evenly_and_replicas_alike_have_one_each() -> None:
     assert turns_of(list(MEMBERS)) == ["a", "b", "c", "d"]
     narrow = msgspec.structs.replace(NEWCOMER, turns=2)
     turns = turns_of([MEMBERS[0], MEMBERS[2], narrow])
-    assert turns == ["a", "c", "a", "c", "e", "a", "c", "a", "c"] or (turns.count("e") == 1 and turns.count("a") == 4)
+    assert turns.count("e") == 1 and turns.count("a") == turns.count("c") == TURNS // 2
     assert turns_of([MEMBERS[0], msgspec.structs.replace(NEWCOMER, turns=0)]) == ["a"]
     assert turns_of([msgspec.structs.replace(one, turns=0) for one in MEMBERS[:2]]) == ["a", "b"]

@@ -13,7 +13,7 @@ from shoal.core.messages import TURNS, Member, Settings, View
 from shoal.core.trainer.choice import in_progress
 from shoal.core.trainer.microbatch import Hop, Kind, new_microbatch
 from shoal.core.trainer.routing import BACKWARD_SIZE, COLD_S, MOST_WAIT_S, OTHERS, PATIENCE, Routes
-from shoal.core.trainer.wiring import WAITS
+from shoal.core.trainer.wiring import TURN, UNEVEN_TURN, WAITS
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=1, ban_s=10.0, min_request_timeout_s=2.0, heartbeat_timeout_s=4.0)
 
@@ -257,6 +257,18 @@ def test_a_wide_line_without_room_is_waited_for_where_the_other_is_narrow(turns:
     assert any(choice is not None for choice in chosen_at_once), "it has its own turns"
     wake = routes.wake(0)
     assert wake is not None and routes.choose(0, wake, index=0) == ("a", "its turn")
+
+
+@pytest.mark.parametrize(("turns", "times"), [(TURNS, 1 / TURN), (TURNS // 2, 1 / UNEVEN_TURN)])
+def test_where_turns_follow_the_pace_another_is_chosen_out_of_turn_only_if_it_is_far_sooner(
+    turns: int, times: float
+) -> None:
+    """Else both correct the same, and the slow one gets too little."""
+    routes = a_wide_and(turns)
+    slow_s = (TURNS + turns) / 2 / turns  # a hop at b, as its turns say
+    for waiting, wanted in ((0.9 * times * slow_s - 1, "a"), (1.1 * times * slow_s - 1, "b")):
+        choice = routes.choose(0, 1.0, load={"a": waiting}, index=0)
+        assert choice is not None and choice[0] == wanted, (waiting, choice)
 
 
 def test_a_peer_that_never_has_room_is_waited_for_a_few_times() -> None:

@@ -237,13 +237,13 @@ def test_a_death_costs_what_it_costs_by_message(moment: float) -> None:
     assert step is not None
     lost_s = []
     for run in (
-        *(partial(ExactRun, start_s=0.0, seed=seed) for seed in range(3)),
+        *(partial(ExactRun, start_s=0.0, seed=seed) for seed in range(6)),
         partial(Run, model=Played(job), start_s=0.0),
     ):
         calm = [ended(run(job=job, presences=always(6)), steps)[-1] for steps in (3, 4)]
         changes = always(6, Presence(calm[0] + moment * step.microbatches_s, 5, False))
         lost_s.append(ended(run(job=job, presences=changes), 4)[-1] - calm[1])
-    *exact_s, forecast_s = lost_s  # by message from 4.6 to 5.4 s and from 6.0 to 7.3 s
+    *exact_s, forecast_s = lost_s  # by message from 4.7 to 5.8 s and from 6.0 to 7.5 s
     assert forecast_s == pytest.approx(fmean(exact_s), rel=0.25) and forecast_s > 3
 
 

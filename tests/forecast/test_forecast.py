@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from shoal.cli.main import main
+from shoal.core.messages import TURNS
 from shoal.forecasting import churn as churns
 from shoal.forecasting.arrivals import Arrivals
 from shoal.forecasting.churn import Churn, Presence, presences
@@ -371,11 +372,11 @@ def test_a_replica_with_a_narrow_line_is_asked_as_often_as_the_leader_says() -> 
     given = with_a_narrow_line(2)
     job = msgspec.structs.replace(given, seats=msgspec.structs.replace(given.seats, boundary_bytes=1.5e7))
     seats = measured(job.seats, job, job.machines.kind_of)
-    assert seats.turns[:4] == (8, 8, 8, 8) and 0 < seats.turns[4] < 8
+    assert seats.turns[:4] == (TURNS,) * 4 and 0 < seats.turns[4] < TURNS
     cluster = job.machines.cluster(list(range(5)))
     by_turns, even = (
         predict(each, cluster, np.random.default_rng(0), 0.1).microbatches_s
-        for each in (seats, msgspec.structs.replace(seats, turns=()))
+        for each in (seats, msgspec.structs.replace(seats, turns=(TURNS,) * 5))
     )
     assert by_turns < 0.95 * even
 

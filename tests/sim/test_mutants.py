@@ -371,7 +371,7 @@ def test_a_mutant_is_caught_by_one_who_means_harm(
 
 @pytest.mark.slow
 def test_going_back_to_a_checkpoint_that_is_too_young_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = draw(SCENARIOS["undone"], 1)
+    case = draw(SCENARIOS["undone"], 3)
     liars = tuple(msgspec.structs.replace(one, acts=("poison",)) for one in case.hostile)  # found out some steps later
     settings = msgspec.structs.replace(case.settings, save_every=2, steps=40)
     case = msgspec.structs.replace(case, hostile=liars, settings=settings)

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 36  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 37  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -38,7 +38,7 @@ MOST_SCORES = 1024  # of the likeliest next tokens
 ABOUT = "about"  # the shard of a checkpoint that holds its small files: configuration, tokenizer, training.json
 FROZEN = "frozen"  # a stage's weights that are not trained, as its replicas hold them: of no step, and of no checkpoint
 
-TURNS = 8  # of a replica with a line as wide as its stage's others'
+TURNS = 16  # of the quickest replica of a stage
 MAX_LIST_BYTES = 512 << 10  # of the authority's list of passes
 
 
@@ -65,7 +65,7 @@ class Member(Value, frozen=True):
     """`back`, of a joiner: it has been a member before (it moves, or lost its state), so it votes and is not counted again.
     `seat`: its number in the run's plan; -1 of a peer that the plan does not know. `since`: number of the view that made it a member.
     A peer may leave and come back in one step and get its microbatches back: what it asked for before is void.
-    `turns`: of TURNS, that it has among its stage's replicas, as its line is narrow."""
+    `turns`: of TURNS, that it has among its stage's replicas, by what it passes."""
 
     peer: Peer
     stage: Stage

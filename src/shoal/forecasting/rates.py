@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from statistics import fmean, median
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
@@ -22,15 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
-from shoal.core.leader.rebalance import boundaries
-from shoal.core.leader.rules.lines import believed, turns_of
-from shoal.core.messages import TURNS, Add, Apply, Cut, Fetch, Gather
+from shoal.core.leader.rules.lines import believed
+from shoal.core.messages import Add, Apply, Cut, Fetch, Gather
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.play import LONGEST, Play
-from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, request_bytes, thinned
+from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, paced, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
 from shoal.sim.network import LATE
 from shoal.sim.tasks.pace import SECONDS
@@ -224,23 +223,7 @@ def measured(seats: Seats, job: Job, kinds: Sequence[int]) -> Seats:
         members, lines = seats.members, [line_rate(job.machines.kinds[kind]) for kind in kinds]
         known = dict(zip(members, believed([lines[device] for device in members]), strict=True))
         rates = tuple(known.get(device, 0) for device in range(len(kinds)))
-    return msgspec.structs.replace(seats, line_rates=rates, turns=_turns(seats, job, kinds, rates))
-
-
-def _turns(seats: Seats, job: Job, kinds: Sequence[int], rates: tuple[int, ...]) -> tuple[int, ...]:
-    """Of each device, as the leader gives them (by_line): from its line, the tensors that its stage hands on and its stage's usual pace."""
-    turns = [TURNS] * len(kinds)
-    for stage in range(seats.stages if seats.stages > 1 else 0):
-        group = seats.replicas(stage)
-        pace = median(1 / float(job.hop_s[kinds[device], stage]) for device in group)
-        of_group = turns_of(
-            {str(device): rates[device] for device in group},
-            boundaries(stage, seats.stages) * seats.boundary_bytes / 1000,
-            pace,
-        )
-        for device in group:
-            turns[device] = of_group[str(device)]
-    return tuple(turns)
+    return paced(msgspec.structs.replace(seats, line_rates=rates), rates)
 
 
 class Aggregated:

@@ -192,7 +192,7 @@ class Facts:
         self.rounds.open = None
         self.rounds.on_step()
         self.evidence.conduct.step()
-        self.history.on_step(before, now)
+        self.history.on_step(before, self.ledger(before.step if before is not None else view.step), now)
         self.load_failed.clear()
         same, evidence = before is not None and before.epoch == view.epoch, self.evidence
         evidence.nonfinite = {what: by for what, by in evidence.nonfinite.items() if same and what[0] >= view.step}

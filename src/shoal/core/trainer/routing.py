@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from shoal.core.messages import TURNS, Index, Member, Peer, Settings, Stage
+from shoal.core.messages import Index, Member, Peer, Settings, Stage
 from shoal.core.trainer.turns import Turns
 from shoal.core.trainer.wiring import NOTHING, Chance, Load, Replica, Wiring
 
@@ -64,7 +64,15 @@ class Routes:
         for member in members:
             if member.peer not in self._at:
                 self._at[member.peer] = (member.stage, self._wirings[member.stage].enter(member.peer, now))
-            self._at[member.peer][1].share = max(member.turns, LEAST_TURNS) / TURNS
+        self._share(members)
+
+    def _share(self, members: tuple[Member, ...]) -> None:
+        """What replicas pass beside their stage's usual one, as their turns say."""
+        for stage, wiring in enumerate(self._wirings):
+            turns = {member.peer: max(member.turns, LEAST_TURNS) for member in members if member.stage == stage}
+            wiring.uneven = len(set(turns.values())) > 1
+            for peer, own in turns.items():
+                self._at[peer][1].share = own * len(turns) / sum(turns.values())
 
     def choose(
         self,

@@ -15,7 +15,10 @@ from shoal.core.messages import Peer
 from shoal.core.trainer.turns import NOBODY
 
 FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to at most so many times its stage's
-TURN = 0.5  # of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that
+# Of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that. Where turns follow
+# what replicas pass, that is said already, by who knows all hops
+TURN, UNEVEN_TURN = 0.5, 0.2
+NARROW = 0.5  # times as much as the one without room passes another, which gets nothing out of turn then
 # Hops that a newcomer has served before it may be called quicker than its stage: it had nobody else's hops when it served the first
 SETTLED = 8
 WAITS = 3  # times that one without room is waited for in its turn, until it has answered
@@ -38,7 +41,7 @@ class Replica(msgspec.Struct, eq=False):
     latency: Latency
     pace: Latency  # seconds that a hop takes per unit of what this trainer has there, itself included
     virtual: float  # seconds of work charged so far
-    share: float = 1.0  # of the microbatches of a replica with a usual line, that its line carries
+    share: float = 1.0  # of the microbatches that a usual replica of its stage passes
     settles: int = 0  # hops until its pace is that of a replica with its share
     serial: int = 0
     busy_until: float = 0.0
@@ -69,6 +72,7 @@ class Wiring:
         self.usual = Usual(prior_s)  # of answers only: with timeouts it would follow its own deadlines
         self._pace, self.usual_pace = Latency(), Usual(prior_s)  # of the whole stage, with timeouts and without
         self._rng = rng
+        self.uneven = False  # turns follow what replicas pass
         self._serial = 0
         self._clock = 0.0  # virtual time of the last replica chosen: a new one starts here
         self._ready: list[Entry] = []
@@ -144,12 +148,14 @@ class Wiring:
         return replica, "probation after a ban" if replica.level else "expected to answer first"
 
     def _keeps_turn(self, turn: Replica, other: Replica, load: Load, now: float) -> bool:
-        """The replica whose turn it is would answer in less than twice the other's time. One that has no room is waited for where the
-        other's line is narrower: all owners would fill that line at once, and the step would wait for it."""
+        """The other one would not answer much sooner. A replica that has no room is waited for where the other passes far less: all owners
+        would fill its line at once, and the step would wait for it."""
         wait_s = max(0.0, turn.busy_until - now)
-        if wait_s and (other.share >= turn.share or turn.declined > WAITS):
+        if wait_s and (other.share > NARROW * turn.share or turn.declined > WAITS):
             return False
-        return TURN * (wait_s + self._response_s(turn, load)) <= self._response_s(other, load)
+        return (UNEVEN_TURN if self.uneven else TURN) * (wait_s + self._response_s(turn, load)) <= self._response_s(
+            other, load
+        )
 
     def _wait_for_others(self, barred: frozenset[Peer], avoid: str) -> bool:
         """None but the `barred` is ready, and another one is busy."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
+from shoal.core.leader.rebalance import boundaries
+from shoal.core.leader.rules.lines import turns_of
+from shoal.core.messages import TURNS
 from shoal.core.trainer.window import MOST
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.memory import FP32
@@ -34,7 +38,7 @@ class Seats(msgspec.Struct, frozen=True):
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
     # Of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
     line_rates: tuple[int, ...] = ()
-    # Of TURNS, by device, that replicas with narrow lines have (core/leader/rules/lines.py); empty: all have all
+    # Of TURNS, by device, that replicas have by what they pass (core/leader/rules/lines.py); empty: all have all
     turns: tuple[int, ...] = ()
     # Devices that serve another stage than their seat's, so that they hold none: they own after the others (core/leader/membership.py)
     unseated: tuple[int, ...] = ()
@@ -120,3 +124,18 @@ def hop_s(seats: Seats, device: int) -> float:
     """Compute of one microbatch at a device; the last stage runs no forward of its own."""
     last = seats.stage_of[device] == seats.stages - 1
     return max(seats.backward_s[device] + (0.0 if last else seats.forward_s[device]), 1e-12)
+
+
+def paced(seats: Seats, line_rates: Sequence[int]) -> Seats:
+    """With turns as a leader gives them once it has measured its peers (by_pace). `line_rates`: of the devices, kB/s."""
+    if seats.stages == 1:
+        return seats
+    turns = [TURNS] * len(seats.stage_of)
+    for stage in range(seats.stages):
+        group = seats.replicas(stage)
+        tensor_kB = boundaries(stage, seats.stages) * seats.boundary_bytes / 1000
+        rates = {str(device): 1 / hop_s(seats, device) for device in group}
+        of_group = turns_of({str(device): line_rates[device] for device in group}, tensor_kB, rates)
+        for device in group:
+            turns[device] = of_group[str(device)]
+    return msgspec.structs.replace(seats, turns=tuple(turns))

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from shoal.core.allreduce.layout import owned
+from shoal.core.leader.rules.lines import believed
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, rough_averaging_s
 from shoal.planner.prediction.play import SETTLED, Used, played
-from shoal.planner.prediction.seats import Seats, handed_bytes, hop_s, line_rates, of_group, request_bytes
+from shoal.planner.prediction.seats import Seats, handed_bytes, hop_s, line_rates, of_group, paced, request_bytes
 
 WEIGHTED_GAIN = 1.05  # so much longer must a round of even owners take, or they stay even
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
@@ -46,6 +47,8 @@ def predict(
 ) -> Step:
     """Seconds of a step, where they go, and what limits it. `spread`: by which share of a link's delay its messages' differ (lines.py).
     `settled`: steps that warm a long one up (play.py)."""
+    if not (seats.turns or seats.routes):
+        seats = paced(seats, believed(line_rates(cluster)))
     microbatches_s, used = played(seats, cluster, rng, spread, settled)
     averaging_s, averaged_bytes = averaging(seats, cluster)
     averaging_s += seats.round_work_s

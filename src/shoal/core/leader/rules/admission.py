@@ -8,7 +8,7 @@ from shoal.core.leader.evictions import Misfit
 from shoal.core.leader.facts import Facts
 from shoal.core.leader.membership import arrived, counting
 from shoal.core.leader.rebalance import place
-from shoal.core.leader.rules.lines import by_line, measured
+from shoal.core.leader.rules.lines import by_pace, measured
 from shoal.core.leader.rules.moves import bare_stages
 from shoal.core.leader.rules.proposal import Proposal, successor
 from shoal.core.leader.rules.recovery import empty_stages
@@ -86,7 +86,7 @@ def promote(view: View, facts: Facts, settings: Settings, now: float) -> Proposa
     view = successor(
         view,
         reasons,
-        members=by_line(view.members + arrived(able, view.number + 1), facts, settings),
+        members=by_pace(view.members + arrived(able, view.number + 1), facts, settings),
         joining=tuple(member for member in view.joining if member not in able),
         account=counting(view.account, able),
     )

@@ -23,7 +23,7 @@ from shoal.core.leader.facts import Facts
 from shoal.core.leader.ledger import counted_twice
 from shoal.core.leader.membership import arrived, counting, inherit, moving, on_probation, owned
 from shoal.core.leader.rebalance import Move, rebalance
-from shoal.core.leader.rules.lines import by_line
+from shoal.core.leader.rules.lines import by_pace
 from shoal.core.leader.rules.moves import before_the_next_step, takeovers_of_leavers
 from shoal.core.leader.rules.proposal import Proposal, successor, together
 from shoal.core.messages import Account, Committed, HeldOut, Member, Peer, Phase, Settings, View
@@ -160,7 +160,7 @@ def next_step(view: View, last: Committed, outcome: str, facts: Facts, settings:
     members, joining, left = _staying(view, new, facts.requests.leaves, goes_on)
     moves = () if over or goes_on else _moves(members, joining, view, facts, settings, now)
     members, joining = moving(members, joining, moves)
-    members = by_line(members, facts, settings)
+    members = by_pace(members, facts, settings)
     after = successor(
         view,
         [*_reasons(f"step {last.step} {outcome}", new, left, moves), *_stops(over, heldout, view.step + 1, settings)],

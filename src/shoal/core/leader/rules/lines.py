@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, median_low
 
 import msgspec
 
@@ -27,7 +27,9 @@ from shoal.core.leader.rebalance import boundaries, measure, power
 from shoal.core.messages import TURNS, Member, Peer, Settings, View
 
 CLOSE = 1.5  # of the median: measured rates of equal lines differ by as much on busy machines, so these count as equal
+ALIKE = 1.1  # the same of what replicas of one stage compute
 FAR = 4.0  # times the median, that a peer is believed at most
+SHOWN = 1.4  # times what it has booked, that a peer's rate is believed at most where it is above its stage's usual one
 NARROW = 0.5  # of the median: only such a line is looked at; between it and the others' the owners' shares even out most of the difference
 YOUNG = 0.25  # of a step's books: a member is left out only before more is booked, since what it has booked is computed again
 SLOW_kBps = 1250.0  # 10 Mbit/s
@@ -72,11 +74,10 @@ def measured(
     """Seconds per microbatch at each stage, the peers' relative speeds, and the boundary tensors per second that their lines carry: from
     the members' rates, else as planned."""
     heartbeats = {one.peer: heartbeat for one in members if (heartbeat := facts.heartbeats.get(one.peer))}
-    rates = {
-        one.peer: heartbeats[one.peer].rate
-        for one in members
-        if one.peer in heartbeats and heartbeats[one.peer].stage == one.stage
-    }
+    rates, booked = dict[Peer, float](), _booked(facts)
+    for stage in range(settings.stages):
+        group = [one.peer for one in members if one.stage == stage and one.peer in heartbeats]
+        rates |= shown({peer: heartbeats[peer].rate for peer in group if heartbeats[peer].stage == stage}, booked)
     seconds, speeds = measure(members, rates, settings.stages, settings.stage_seconds)
     tensor_kB = _median(each.tensor_bytes for each in heartbeats.values()) / 1000
     if not speeds or not tensor_kB:  # seconds as planned are no measure beside lines
@@ -179,34 +180,56 @@ def _averaging_s(members: tuple[Member, ...], lines: Mapping[Peer, int], facts: 
     return slowest_s
 
 
-def by_line(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[Member, ...]:
-    """The members with as many turns as their lines can carry beside their stage's usual one (trainer/routing.py).
+def by_pace(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tuple[Member, ...]:
+    """The members with as many turns as they pass microbatches beside the quickest of their stage (trainer/routing.py).
 
-    A replica passes min(what it computes, what its line carries) microbatches a second. What it computes is the stage's usual rate here:
-    trainers measure that themselves, but a line that all of them fill looks to each of them as wide as what it alone sends there."""
-    lines = line_rates(members, facts, settings)
+    A replica passes min(what it computes, what its line carries) microbatches a second. Trainers do not see that: a line that all of them
+    fill looks to each of them as wide as what it alone sends there, and of a slow replica each knows the queue of its own hops alone."""
+    lines, booked = line_rates(members, facts, settings), _booked(facts)
     turns: dict[Peer, int] = {}
     for stage in range(settings.stages):
         group = [one.peer for one in members if one.stage == stage]
-        heartbeats = [heartbeat for peer in group if (heartbeat := facts.heartbeats.get(peer))]
-        tensor_kB = boundaries(stage, settings.stages) * _median([each.tensor_bytes for each in heartbeats]) / 1000
-        turns |= turns_of(
-            {peer: lines.get(peer, 0) for peer in group}, tensor_kB, _median([each.rate for each in heartbeats])
+        heartbeats = {peer: heartbeat for peer in group if (heartbeat := facts.heartbeats.get(peer))}
+        tensor_kB = (
+            boundaries(stage, settings.stages) * _median([each.tensor_bytes for each in heartbeats.values()]) / 1000
         )
+        rates = {peer: each.rate for peer, each in heartbeats.items() if each.stage == stage}
+        turns |= turns_of({peer: lines.get(peer, 0) for peer in group}, tensor_kB, shown(rates, booked))
     return tuple(msgspec.structs.replace(one, turns=turns[one.peer]) for one in members)
 
 
-def turns_of(lines: Mapping[Peer, int], tensor_kB: float, computed: float) -> dict[Peer, int]:
-    """Of one stage: its lines, kB/s, what each carries of a microbatch, and what a replica computes per second. 0: not known. The
-    forecaster asks, too."""
-    usual, most = _median(lines.values()), computed or math.inf
-    if not usual or not tensor_kB:
-        return dict.fromkeys(lines, TURNS)
-    passed = min(most, usual / tensor_kB)
-    return {
-        peer: round(TURNS * min(most, rate / tensor_kB) / passed) if 0 < rate < usual / CLOSE else TURNS
-        for peer, rate in lines.items()
+def turns_of(lines: Mapping[Peer, int], tensor_kB: float, rates: Mapping[Peer, float]) -> dict[Peer, int]:
+    """Of one stage: its lines, kB/s, what each carries of a microbatch, and what replicas compute per second. 0: not known. The forecaster
+    and the planner ask, too."""
+    known = [rate for rate in rates.values() if rate > 0.0]
+    usual = median_low(known) if known else 0.0
+    passed = {
+        peer: min(_computed(rates.get(peer, 0.0), usual), line / tensor_kB if line and tensor_kB else math.inf)
+        for peer, line in lines.items()
     }
+    most = max((each for each in passed.values() if each < math.inf), default=math.inf)
+    return {peer: round(TURNS * min(1.0, each / most)) if each < math.inf else TURNS for peer, each in passed.items()}
+
+
+def _computed(rate: float, usual: float) -> float:
+    """What a rate counts as: rates near the usual one are that, and nobody is believed to be far from it."""
+    if not usual:
+        return math.inf
+    if not rate or usual / ALIKE <= rate <= usual * ALIKE:
+        return usual
+    return min(max(rate, usual / FAR), usual * FAR)
+
+
+def _booked(facts: Facts) -> Mapping[Peer, float]:
+    return facts.history.booked_paces(facts.ledger(facts.view.step)) if facts.view is not None else {}
+
+
+def shown(rates: Mapping[Peer, float], booked: Mapping[Peer, float]) -> dict[Peer, float]:
+    """What the rates of one stage's replicas count as: above the usual one so far beyond what each has booked per second. Else one that
+    says too much gets more than it can do, and others are moved away from its stage."""
+    known = [rate for rate in rates.values() if rate > 0.0]
+    usual = median_low(known) if known else 0.0
+    return {peer: min(rate, max(usual, SHOWN * booked.get(peer, math.inf))) for peer, rate in rates.items()}
 
 
 def _median(values: Iterable[float]) -> float:
