@@ -29,7 +29,7 @@ from shoal.core.messages import TURNS, Member, Peer, Settings, View
 CLOSE = 1.5  # of the median: measured rates of equal lines differ by as much on busy machines, so these count as equal
 ALIKE = 1.1  # the same of what replicas of one stage compute
 FAR = 4.0  # times the median, that a peer is believed at most
-SHOWN = 1.4  # times what it has booked, that a peer's rate is believed at most where it is above its stage's usual one
+SHOWN = 1.8  # times what it has booked, that a peer's rate is believed at most where it is above its stage's usual one
 NARROW = 0.5  # of the median: only such a line is looked at; between it and the others' the owners' shares even out most of the difference
 YOUNG = 0.25  # of a step's books: a member is left out only before more is booked, since what it has booked is computed again
 SLOW_kBps = 1250.0  # 10 Mbit/s
