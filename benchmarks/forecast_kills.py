@@ -21,18 +21,16 @@ import math
 import statistics
 from random import Random
 
-import msgspec
 import numpy as np
 
 from forecast_check import from_others, print_spread, spread
 from report import at_most, parse, report
-from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun, forecast_exact
 from shoal.forecasting.forecaster import forecast
-from shoal.forecasting.job import SCAN_BEATS, Job
+from shoal.forecasting.job import Job
 from shoal.forecasting.rates import Played
-from validate import drawn, with_constants
+from validate import doubting, drawn, with_constants
 
 WORST_PERCENT = 5.0
 HOP_S = 0.008  # the runtime's own time of a hop, as validate.py fits it
@@ -44,11 +42,7 @@ EVERY, SEEN = 4, 39  # every so many configurations have kills; those before wer
 
 def job_of(seed: int) -> tuple[Job, str]:
     one = drawn(seed)
-    job = with_constants(one.job, HOP_S, 0.0)
-    detection_s = (DOUBT_BEATS + SCAN_BEATS / 2) * job.patience.heartbeat_s
-    return msgspec.structs.replace(
-        job, patience=msgspec.structs.replace(job.patience, detection_s=detection_s)
-    ), one.words
+    return doubting(with_constants(one.job, HOP_S, 0.0)), one.words
 
 
 def kills(slots: list[int], horizon_s: float, seed: int) -> list[Presence]:

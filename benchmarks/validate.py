@@ -405,13 +405,19 @@ def doubting(job: Job) -> Job:
 
 def exact_s(job: Job, there: list[int], changes: list[Presence], steps: int) -> float:
     """Message by message: seconds of so many steps after the first, machines coming and going so long after its commit."""
+    exact, began_s = by_message(job, there, changes)
+    exact.play(1e6, steps=1 + steps)
+    return exact.watch.commits.times_s[-1] - began_s
+
+
+def by_message(job: Job, there: list[int], changes: list[Presence]) -> tuple[ExactRun, float]:
+    """A run, not played yet, in which machines come and go so long after its first commit, and when that is."""
     first = [Presence(0.0, slot, True) for slot in there]
     alone = ExactRun(job, first, 0.0, 0)
     alone.play(1e6, steps=1)
     began_s = alone.watch.commits.times_s[0]
-    exact = ExactRun(job, first + [msgspec.structs.replace(one, at_s=one.at_s + began_s) for one in changes], 0.0, 0)
-    exact.play(1e6, steps=1 + steps)
-    return exact.watch.commits.times_s[-1] - began_s
+    later = [msgspec.structs.replace(one, at_s=one.at_s + began_s) for one in changes]
+    return ExactRun(job, first + later, 0.0, 0), began_s
 
 
 def there_and_then(job: Job, run: Measured) -> tuple[list[int], list[Presence]]:

@@ -29,12 +29,12 @@ from forecast_kills import FIRST_S, KILLS_S, LAST_S
 from report import at_most, parse, report
 from shoal.forecasting import rates
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job
 from validate import (
     Configuration,
     Measured,
+    by_message,
     doubting,
     drawn,
     fitted,
@@ -77,12 +77,8 @@ def forecast(job: Job, there: list[int], changes: list[Presence], horizon_s: flo
     return run.progress.step
 
 
-def by_message(job: Job, there: list[int], changes: list[Presence], horizon_s: float) -> int:
-    first = [Presence(0.0, slot, True) for slot in there]
-    alone = ExactRun(job, first, 0.0, 0)
-    alone.play(math.inf, steps=1)
-    began_s = alone.watch.commits.times_s[0]
-    exact = ExactRun(job, first + [msgspec.structs.replace(one, at_s=one.at_s + began_s) for one in changes], 0.0, 0)
+def simulated(job: Job, there: list[int], changes: list[Presence], horizon_s: float) -> int:
+    exact, began_s = by_message(job, there, changes)
     exact.play(began_s + horizon_s)
     return len(exact.watch.commits.times_s) - 1
 
@@ -131,7 +127,7 @@ def scored(pairs: list[tuple[Configuration, Measured]], horizon_s: float, args: 
         job = doubting(with_constants(one.job, *constants))
         there, changes = there_and_then(job, run)
         have, deaths = committed(run, horizon_s), sum(not joins for _, _, joins in run.changes)
-        steps, exact = forecast(job, there, changes, horizon_s), by_message(job, there, changes, horizon_s)
+        steps, exact = forecast(job, there, changes, horizon_s), simulated(job, there, changes, horizon_s)
         errors[one.seed], exact_errors[one.seed] = 100 * (steps / have - 1), 100 * (exact / have - 1)
         print(
             f"| {one.seed} | {one.words} | {deaths} | {have} | {steps} | {errors[one.seed]:+.1f} % | {exact} |"

@@ -205,6 +205,8 @@ def test_a_rate_above_its_stages_usual_one_counts_as_far_as_it_has_been_shown() 
     assert shown(said, {"a": 0.5, "b": 1.0, "c": 1.0}) == {"a": 1.0, "b": 1.2, "c": max(1.2, SHOWN)}
     assert shown(said, {"c": 0.1})["c"] == 1.2, "and its stage's usual rate is believed"
     assert shown({"a": 1.0, "c": 1e9}, {"c": 1.0})["c"] == SHOWN, "of two the lower is usual"
+    assert shown(said, {"a": 0.5})["c"] == 1.2, "who has booked nothing has shown nothing"
+    assert shown(said, {}) == said, "a new leader knows nothing"
 
 
 def test_what_a_step_has_shown_of_a_peer_counts_in_the_next_one_too() -> None:

@@ -32,7 +32,7 @@ def later_s(seed: int) -> float:
 
 
 def test_where_replicas_differ_in_speed_turns_by_pace_make_steps_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its machines take 0.72 to 1.38 times the usual time for a hop; 78 s for 83."""
+    """Its machines take 0.72 to 1.38 times the usual time for a hop; 73 s for 83."""
     by_pace_s = later_s(9)
     monkeypatch.setattr("shoal.core.leader.rules.lines.turns_of", lambda lines, *_: dict.fromkeys(lines, m.TURNS))
     assert by_pace_s < 0.96 * later_s(9)

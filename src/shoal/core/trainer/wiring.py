@@ -124,8 +124,8 @@ class Wiring:
         barred: frozenset[Peer] = NOBODY,
     ) -> tuple[Replica, str] | None:
         """The replica that is expected to answer first with that `load`, the one of least virtual time among equals; `avoid` only if no
-        other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: ready, and chosen unless
-        another is expected to answer much sooner. None: one that has no room is to be waited for."""
+        other is ready, and the `barred` if the others fail: if they are busy, they are waited for. `turn`: it stands
+        well, and is chosen unless another is expected to answer much sooner. None: one that has no room is to be waited for."""
         self._settle(now)
         if barred and self._wait_for_others(barred, avoid):
             return None

@@ -201,8 +201,7 @@ def by_pace(members: tuple[Member, ...], facts: Facts, settings: Settings) -> tu
 def turns_of(lines: Mapping[Peer, int], tensor_kB: float, rates: Mapping[Peer, float]) -> dict[Peer, int]:
     """Of one stage: its lines, kB/s, what each carries of a microbatch, and what replicas compute per second. 0: not known. The forecaster
     and the planner ask, too."""
-    known = [rate for rate in rates.values() if rate > 0.0]
-    usual = median_low(known) if known else 0.0
+    usual = _usual(rates)
     passed = {
         peer: min(_computed(rates.get(peer, 0.0), usual), line / tensor_kB if line and tensor_kB else math.inf)
         for peer, line in lines.items()
@@ -226,10 +225,16 @@ def _booked(facts: Facts) -> Mapping[Peer, float]:
 
 def shown(rates: Mapping[Peer, float], booked: Mapping[Peer, float]) -> dict[Peer, float]:
     """What the rates of one stage's replicas count as: above the usual one so far beyond what each has booked per second. Else one that
-    says too much gets more than it can do, and others are moved away from its stage."""
-    known = [rate for rate in rates.values() if rate > 0.0]
-    usual = median_low(known) if known else 0.0
-    return {peer: min(rate, max(usual, SHOWN * booked.get(peer, math.inf))) for peer, rate in rates.items()}
+    says too much gets more than it can do, and others are moved away from its stage. All are believed where no step is known."""
+    usual = _usual(rates)
+    return {
+        peer: min(rate, max(usual, SHOWN * booked.get(peer, 0.0))) if booked else rate for peer, rate in rates.items()
+    }
+
+
+def _usual(rates: Mapping[Peer, float]) -> float:
+    """The lower median, which one peer alone of two cannot raise; 0: none is known."""
+    return median_low([rate for rate in rates.values() if rate > 0.0] or [0.0])
 
 
 def _median(values: Iterable[float]) -> float:
