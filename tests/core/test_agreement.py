@@ -248,6 +248,20 @@ def test_a_leader_that_leaves_shows_the_view_to_those_who_leave_with_it() -> Non
     assert len(to_b) == 1 and isinstance(to_b[0], Propose) and to_b[0].entry.view == view and to_b[0].proof is not None
 
 
+def test_whoever_a_view_removes_is_shown_it_at_once() -> None:
+    """Three machines were told to go, and one of them had a step to catch up with: the others agreed that it goes, saved the run and went
+    within 0.2 s, before its next heartbeat would have been answered. It waited for 120 s for a majority that was gone."""
+    register = a_leader()
+    alone = successor(members=(MEMBERS[0], MEMBERS[2]), owners=(0, 1))
+    commands = register.propose(alone, 1.0)
+    for name in NAMES[1:]:
+        commands += register.on_message(name, Accept(1, 3, alone.digest, Signed(name)), 1.1)
+    assert register.agreed == alone and register.leading
+    to_b = [one.message for one in commands if isinstance(one, Send) and one.peer == "b"]
+    shown = [one.entry.view for one in to_b if isinstance(one, Propose) and one.proof is not None]
+    assert shown == [alone]
+
+
 def test_a_leader_signs_its_own_part_of_a_proof_when_it_leaves() -> None:
     lead = Lead(1, 2, 1, FIRST.digest, Proof("a", (Signed("a"), Signed("b", b"k", b"s"))), (Signed("a"),))
     sealed = seal("a", "c", lead, lambda data: Signed("a", b"k", data[:20]))

@@ -106,8 +106,8 @@ class Replication:
             election.step_down(election.term, now)
             return []
         commands = self._leads(self._everyone(), agreed) + (self._again() if views.proposing else [])
+        commands += self._dismiss() if agreed else []
         if self._name not in views.voters()[1] and not views.proposing:
-            commands += self._dismiss() if agreed else []
             election.step_down(election.term, now)  # the agreed view removes this peer
         return commands
 
@@ -142,7 +142,8 @@ class Replication:
         return commands
 
     def _dismiss(self) -> list[Command]:
-        """The newest view for those who leave with this leader: it ends now, and the next one may not know that they wait for it."""
+        """The newest view for those that it removes. They would learn it by their next heartbeats; but the others may go at once, too, and
+        then nobody answers those."""
         entry, view = self._views.entry, self._views.view
         assert entry is not None and view is not None
         gone = [peer for peer in entry.before if peer not in view.voters and peer != self._name]
