@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.emulated.shaped import AccessLink, DownlinkQueue, LineQueue, PairLink, UplinkQueue
+from shoal.core.messages import BoundaryTensor
+from shoal.transport.base import Blob, Lost
+from shoal.transport.emulated.memory import Hub, MemoryTransport
+from shoal.transport.emulated.shaped import AccessLink, DownlinkQueue, LineQueue, PairLink, Shaped, UplinkQueue
 
 sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=30)
 
@@ -232,3 +237,17 @@ def test_what_is_forgotten_leaves_the_link_of_its_pair_too() -> None:
     assert uplink.take(1.5) == []
     uplink.drop("A", now=1.5)
     assert list(left(uplink)) == ["kept"]
+
+
+def test_what_waits_for_a_peer_that_is_not_there_does_not_fill_the_line() -> None:
+    async def story() -> None:
+        inner = MemoryTransport(Hub(), "a")
+        line = Shaped(inner, AccessLink(0.0, 1e6, 1e6))  # type: ignore[arg-type]
+        await line.start()
+        for index in range(3):
+            line.send("gone", BoundaryTensor(0, 0, index, 1, False), (Blob("uint8", (100_000,), bytes(100_000)),))
+        assert await line.receive() == Lost("gone", "there is no such peer")  # when the first has left
+        assert line._up.waiting_bytes("gone") == 0
+        await line.close()
+
+    asyncio.run(story())

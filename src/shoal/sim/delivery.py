@@ -10,7 +10,7 @@ import msgspec
 from shoal.core import messages as m
 from shoal.sim.context import Context, Values
 from shoal.sim.lines import Wire
-from shoal.sim.network import QueuedChunk
+from shoal.sim.network import QueuedBlobs
 from shoal.sim.processes import Processes
 from shoal.sim.tasks.storage import CHUNKS
 
@@ -34,6 +34,7 @@ class Delivery:
         self.sent_bytes: Counter[m.Peer] = Counter()  # over lines, by sender
         self._context = context
         self._processes = processes
+        processes.on_death = self.forget
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
         self.refused = REFUSED
         self.sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
@@ -82,6 +83,13 @@ class Delivery:
             seconds = self._context.network.withdraw(source, voids, kernel.now)
             self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
 
+    def forget(self, target: m.Peer) -> None:
+        """It has died: what waits for it at the others' lines does not go."""
+        wire, kernel = self._context.case.wire, self._context.kernel
+        if wire is not None:
+            for source, seconds in self._context.network.forget(target, kernel.now).items():
+                self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
+
     def current_views(self) -> list[m.View]:
         """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
         newest = self._context.watch.newest
@@ -102,16 +110,20 @@ class Delivery:
         """Over the sender's uplink and the receiver's downlink. What has not left when its sender dies is lost."""
         source, target, message, values = parcel
         network, kernel, died_s = self._context.network, self._context.kernel, self._processes.died_s
+        if target in died_s:  # its connections carry nothing
+            for at in network.arrivals(source, target, 0, kernel.now):
+                kernel.at(at, self._arrive, parcel)
+            return
         nbytes, rank = sum([wire.nbytes(value, CHUNKS) for value in values]), m.rank(message)
         self.sent_bytes[source] += nbytes
         through = network.through
-        chunk: QueuedChunk | None = None
+        chunk: QueuedBlobs | None = None
         for at in network.arrivals(source, target, nbytes, kernel.now, rank):
             left_s = network.left(source, rank)
-            if chunk is None and type(message) in CHUNKS_OF_ROUNDS:
+            if chunk is None:
                 chunk = network.queued(source, target, message, nbytes, rank, at, kernel.now)
 
-            def reach(_: object, left_s: float = left_s, chunk: QueuedChunk | None = chunk) -> None:
+            def reach(_: object, left_s: float = left_s, chunk: QueuedBlobs | None = chunk) -> None:
                 if died_s.get(source, left_s) >= left_s and not (chunk is not None and chunk.void):
                     if (source, True) not in self._known:
                         self._measured(wire, source, up=True)

@@ -16,7 +16,7 @@ from random import Random
 
 import msgspec
 
-from shoal.core.messages import PASSED, RANKS, URGENT, Message, Peer
+from shoal.core.messages import PASSED, RANKS, Message, Peer
 from shoal.sim.lines import Downlinks, Wire
 from shoal.sim.scenarios.scenario import Messages, Scenario
 
@@ -69,13 +69,12 @@ class SimulatedUplink(msgspec.Struct):
         self.free_s[rank] = left
         return left
 
-    def withdraw(self, void: Sequence[QueuedChunk], kept: Sequence[QueuedChunk], now: float) -> None:
+    def withdraw(self, void: Sequence[QueuedBlobs], kept: Sequence[QueuedBlobs], now: float) -> None:
         """Those do not go; these do."""
         self.pass_in_turn(void[0].rank, 0.0, now)
         for chunk in void:
             self.waiting_s[chunk.rank] = max(0.0, self.waiting_s[chunk.rank] - chunk.seconds)
-            if chunk.rank != URGENT:  # there a state's chunks may wait, too
-                self.free_s[chunk.rank] = now
+            self.free_s[chunk.rank] = now
         for chunk in kept:
             self.free_s[chunk.rank] = max(self.free_s[chunk.rank], chunk.left_s)
 
@@ -96,9 +95,10 @@ class SimulatedUplink(msgspec.Struct):
             left -= step
 
 
-class QueuedChunk(msgspec.Struct):
-    """Of a round, at its sender's uplink: for so many seconds, until `left_s`; then it arrives `at`. `void`: it has been withdrawn."""
+class QueuedBlobs(msgspec.Struct):
+    """A message with blobs at its sender's uplink: for so many seconds, until `left_s`; then it arrives `at`. `void`: it does not go."""
 
+    target: Peer
     message: Message
     link: SimulatedLink
     rank: int
@@ -119,7 +119,7 @@ class Network:
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
         self._uplinks: dict[Peer, SimulatedUplink] = {}
-        self._chunks: dict[Peer, deque[QueuedChunk]] = {}  # that wait at that peer's uplink
+        self._chunks: dict[Peer, deque[QueuedBlobs]] = {}  # that wait at that peer's uplink
         self._wire = wire
         if wire is not None:
             self.through = Downlinks(wire).through
@@ -158,20 +158,27 @@ class Network:
 
     def queued(
         self, source: Peer, target: Peer, message: Message, nbytes: int, rank: int, at: float, now: float
-    ) -> QueuedChunk:
-        """What was sent last, a chunk of a round, arrives `at`."""
+    ) -> QueuedBlobs:
+        """What was sent last, with blobs, arrives `at`."""
         uplink, chunks = self._uplinks[source], self._chunks.setdefault(source, deque())
         while chunks and chunks[0].left_s <= now:
             chunks.popleft()
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
-        chunk = QueuedChunk(message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
+        chunk = QueuedBlobs(target, message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
         chunks.append(chunk)
         return chunk
 
     def withdraw(self, source: Peer, voids: Callable[[Message], bool], now: float) -> float:
-        """Such chunks, of which nothing has left, do not go: the seconds of the line that this gives back."""
+        """Such messages, of which nothing has left, do not go: the seconds of the line that this gives back."""
+        return self._withdraw(source, lambda queued: voids(queued.message), now)
+
+    def forget(self, target: Peer, now: float) -> dict[Peer, float]:
+        """It is dead, and connections to it carry nothing more: the seconds of their lines that the others get back."""
+        return {source: self._withdraw(source, lambda queued: queued.target == target, now) for source in self._chunks}
+
+    def _withdraw(self, source: Peer, voids: Callable[[QueuedBlobs], bool], now: float) -> float:
         chunks = self._chunks.get(source, ())
-        void = [chunk for chunk in chunks if chunk.left_s - chunk.seconds > now and voids(chunk.message)]
+        void = [chunk for chunk in chunks if chunk.left_s - chunk.seconds > now and voids(chunk)]
         if not void:
             return 0.0
         for chunk in void:
@@ -179,8 +186,7 @@ class Network:
         kept = self._chunks[source] = deque(chunk for chunk in chunks if not chunk.void)
         self._uplinks[source].withdraw(void, kept, now)
         for chunk in void:
-            if chunk.rank != URGENT:
-                chunk.link.last_s[1 + chunk.rank] = now
+            chunk.link.last_s[1 + chunk.rank] = now
         for chunk in kept:
             last_s = chunk.link.last_s
             last_s[1 + chunk.rank] = max(last_s[1 + chunk.rank], chunk.at)

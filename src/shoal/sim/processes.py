@@ -21,6 +21,7 @@ class Processes:
         self.founders: set[Who] = {(0, 0)}
         self._context = context
         self._new_node = new_node
+        self.on_death: Callable[[m.Peer], None] = lambda _: None
         self._ended_s = 0.0  # seconds that all dead processes have lived
 
     def boot(self, who: Who) -> None:
@@ -44,6 +45,7 @@ class Processes:
         self.died_s[node.name] = self._context.kernel.now
         if self.nodes.pop(node.name, None) is not None:
             self._ended_s += self._context.kernel.now - node.process.born_s
+            self.on_death(node.name)
 
     def kill_all(self) -> None:
         for node in list(self.nodes.values()):

@@ -316,6 +316,8 @@ class Shaped:
         while True:
             item = await self._inner.receive()
             if isinstance(item, Lost | Unknown):
+                if isinstance(item, Lost):  # as a real connection's queue, which does not fill the line for the dead
+                    self._up.drop(item.peer, loop_time())
                 self._receive_queue.put(item)
                 continue
             nbytes = size(item.message, item.blobs)
