@@ -10,6 +10,7 @@ from tests.core import test_server, test_trainer
 from tests.core.test_server import ME, OTHER, OWNER, REPLICA, SETTINGS, Play
 
 from shoal.core.messages import (
+    AUDIT_CALL,
     Backward,
     Books,
     BoundaryTensor,
@@ -259,6 +260,23 @@ def test_what_was_handed_on_is_kept_and_given_again_until_the_step_is_committed(
     assert play.sends(TensorGone) == [(NEXT, TensorGone(0, 0, 1, 2, False), ())]
     play.view(msgspec.structs.replace(VIEW, number=2, step=1))
     assert len(play.dropped()) == 4 and play.server.kept_bytes == 0
+
+
+def test_a_copy_that_was_asked_for_is_not_sent_again_at_the_next_request_either() -> None:
+    """It stands behind all else on its sender's line, where another one would stand behind it. An audit gets it whatever was sent."""
+    play = a_server()
+    task = forwarded(play, 0)
+    calls = (
+        (1, BoundaryTensor),
+        (2, TensorPending),
+        (AUDIT_CALL, BoundaryTensor),
+        (3, BoundaryTensor),
+        (4, TensorPending),
+    )
+    for call, kind in calls:
+        play.hear(OTHER, TensorRequest(0, 0, 0, 2, False, call))
+        assert [type(one.message) for one in play.commands if isinstance(one, Send)] == [kind], call
+    assert task.out not in play.dropped()
 
 
 @pytest.mark.parametrize("changes", [{"step": 7}, {"epoch": 1}, {"stage": 2}, {"index": 4}])

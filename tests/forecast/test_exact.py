@@ -301,13 +301,16 @@ def test_after_a_move_steps_are_as_long_as_by_message() -> None:
     given, stage_of = a_job(9), (1, 0) * 4 + (1,)
     seats = msgspec.structs.replace(given.seats, microbatches=28, stage_of=stage_of)
     job = msgspec.structs.replace(given, seats=seats, stage_of=stage_of)
-    run = ExactRun(job, always(9, Presence(20.0, 3, False), Presence(26.0, 3, True)), 0.0, 0)
-    times_s = ended(run, 24)
-    view = run.watch.newest
-    assert view is not None and run.tally.moves == 1 and len(view.members) == 9
-    composition = np.array(job.stage_of)
-    for one in view.members:
-        composition[job.seats.seated[int(one.peer[1 : one.peer.index(".")])]] = one.stage
-    assert (composition != np.array(job.stage_of)).sum() == 1
+    changes, exact_s = always(9, Presence(20.0, 3, False), Presence(26.0, 3, True)), list[float]()
+    for seed in range(3):  # steps of one run differ by a microbatch, and so by 10 %
+        run = ExactRun(job, changes, 0.0, seed)
+        times_s = ended(run, 24)
+        exact_s.append((times_s[-1] - times_s[-9]) / 8)
+        view = run.watch.newest
+        assert view is not None and run.tally.moves == 1 and len(view.members) == 9
+        composition = np.array(job.stage_of)
+        for one in view.members:
+            composition[job.seats.seated[int(one.peer[1 : one.peer.index(".")])]] = one.stage
+        assert (composition != np.array(job.stage_of)).sum() == 1
     step = Played(job)(composition)
-    assert step is not None and step.step_s == pytest.approx((times_s[-1] - times_s[-9]) / 8, rel=0.03)
+    assert step is not None and step.step_s == pytest.approx(fmean(exact_s), rel=0.03)

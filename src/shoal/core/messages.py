@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 37  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 38  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -585,6 +585,9 @@ class Gradient(Wire, frozen=True):
     nbytes: Count = 0
 
 
+AUDIT_CALL = 1 << 16  # of a TensorRequest for an audit: answered with the tensor, even where it was sent before
+
+
 class BoundaryTensor(Wire, frozen=True):
     """Server to server: blob 0 is the input of that microbatch at `stage`, or (`gradient`) the gradient of its output there."""
 
@@ -593,18 +596,18 @@ class BoundaryTensor(Wire, frozen=True):
     index: Index
     stage: Stage
     gradient: bool
-    call: Count = 0  # the Pull that it answers; 0: sent unasked, when it was made
+    call: Count = 0  # the request that it answers; 0: sent unasked, when it was made
 
 
 class TensorRequest(Wire, frozen=True):
-    """Server to server: your copy of that tensor, please. Answer: BoundaryTensor, TensorGone, or Coming."""
+    """Server to server: your copy of that tensor, please. Answer: BoundaryTensor, TensorGone, or TensorPending."""
 
     epoch: Count
     step: Count
     index: Index
     stage: Stage
     gradient: bool
-    call: Count = 1  # for the sender to know how long the answer took
+    call: Count = 1  # of its sender for that tensor, to know how long the answer took
 
 
 class TensorGone(Wire, frozen=True):

@@ -17,6 +17,7 @@ import msgspec
 
 from shoal.core.latency import COLD_Bps, Latency
 from shoal.core.messages import (
+    AUDIT_CALL,
     Backward,
     BoundaryTensor,
     Command,
@@ -88,7 +89,8 @@ class ActivationStore:
         self.failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
-        self._sent: set[tuple[Peer, Key]] = set()  # and the connection has held since
+        # By receiver: the number of the request that it was sent for, if the connection has held since
+        self._sent: dict[Key, dict[Peer, int]] = {}
         self._arrived: dict[Peer, float] = {}  # when a tensor came from that peer last
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
 
@@ -315,7 +317,10 @@ class ActivationStore:
             return []
         if key not in self.held:
             return [Send(peer, TensorGone(message.epoch, *key))]
-        if (peer, key) in self._sent and message.call == 1:  # it waits for a line, as a second copy would
+        if message.call == AUDIT_CALL:
+            return self.send(peer, key, message.call)
+        sent = self._sent.setdefault(key, {})
+        if sent.get(peer) == message.call - 1:  # it waits for a line, as a second copy would
             return [Send(peer, TensorPending(message.epoch, *key, self.size(key)))]
         return self.send(peer, key, message.call)
 
@@ -331,7 +336,8 @@ class ActivationStore:
         return []
 
     def on_unreachable(self, peer: Peer) -> None:
-        self._sent = {(other, key) for other, key in self._sent if other != peer}
+        for sent in self._sent.values():
+            sent.pop(peer, None)
 
     def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
         view = self._replica.view
@@ -350,7 +356,8 @@ class ActivationStore:
         """A kept tensor to whoever goes on with it, or has called for it."""
         view = self._replica.view
         assert view is not None
-        self._sent.add((peer, key))
+        if call != AUDIT_CALL:
+            self._sent.setdefault(key, {})[peer] = call
         return [Send(peer, BoundaryTensor(view.epoch, *key, call), (self.blob(key),))]
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.core.allreduce.checked import SummedChunk, plus
 from shoal.core.messages import (
+    AUDIT_CALL,
     AUDIT_RECORDS,
     AuditAnswer,
     AuditedHop,
@@ -48,7 +49,6 @@ from shoal.core.server.jobs import Job
 
 AHEAD = 4  # hops whose inputs are here or on their way: each is up to two boundary tensors
 TRIES = 4  # requests for one tensor
-UNASKED = 2  # number of a request that is answered with the tensor, even where it was sent before
 
 
 class Hop(msgspec.Struct, eq=False):
@@ -221,7 +221,9 @@ class Audits:
         hop.tries, hop.due = hop.tries + 1, now + self._store.patience_s()
         epoch = self._replica.epoch
         commands: list[Command] = [
-            Send(peer, TensorRequest(epoch, *key, UNASKED)) for key, peer in hop.sources.items() if key not in hop.blobs
+            Send(peer, TensorRequest(epoch, *key, AUDIT_CALL))
+            for key, peer in hop.sources.items()
+            if key not in hop.blobs
         ]
         if hop.needs_tokens and not hop.fetching:
             hop.fetching, task = True, self._id()
