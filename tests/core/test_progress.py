@@ -20,6 +20,7 @@ from shoal.core.leader.progress import (
     Progress,
     RoundWatch,
 )
+from shoal.core.leader.rebalance import MOVE_S
 from shoal.core.messages import Heartbeat, Member, Phase, Reduced, Round, RoundWaits, Settings, Share, View
 
 SETTINGS = Settings(stages=1, microbatches=4, steps=9)
@@ -135,6 +136,28 @@ def test_a_joiner_whose_download_does_not_grow_is_evicted() -> None:
     watched.heartbeat("j", ready=False, loaded=2)
     assert watched.wait(LOAD_HOLDS * HOLD_S, "j", ready=False, loaded=2) == {}
     assert "has not got on with the state of stage 0" in watched.wait(1.0, "j", ready=False, loaded=2)["j"]
+
+
+def test_what_loading_a_state_takes_is_measured_once_for_each_that_loads_one() -> None:
+    watched = Watched()
+    assert watched.progress.loads.value == MOVE_S
+    watched.wait(3.0, "j", ready=False, loaded=2)
+    watched.wait(2.0, "j", ready=True, stage=7)  # a mover's word of the stage that it comes from
+    assert watched.progress.loads.value == MOVE_S
+    watched.wait(10.0, "j", ready=True)
+    assert watched.progress.loads.value == 5.0 + BEAT_S
+    watched.agree(joining=(Member("j", 0, turns=3), Member("k", 0)))  # it still waits for the step to end
+    watched.wait(1.0, "j", ready=True)
+    assert watched.progress.loads.value == 5.0 + BEAT_S
+    watched.wait(7.0, "k", ready=False)
+    watched.wait(1.0, "k", ready=True)
+    assert watched.progress.loads.value == 8.0 + BEAT_S, "the middle one of these two and the guess"
+
+
+def test_a_state_that_is_there_before_the_first_step_was_not_downloaded() -> None:
+    watched = Watched(msgspec.structs.replace(VIEW, phase=Phase.GATHERING))
+    watched.wait(1.0, "j", ready=True)
+    assert watched.progress.loads.value == MOVE_S
 
 
 def test_a_joiner_that_has_its_state_may_wait_for_the_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,6 +140,16 @@ def test_nobody_goes_back_before_it_has_rested() -> None:
     assert (1, 0) not in ways(rebalance(turned)) and all(one.peer != moves[0].peer for one in rebalance(turned))
     later = msgspec.structs.replace(turned, now=2.1 * REST_MOVES * MOVE_S)
     assert (1, 0) in ways(rebalance(later))
+
+
+@pytest.mark.parametrize(("known", "rest_s"), [({"move_s": 2.0}, 10.0), ({"move_s": 2.0, "step_s": 30.0}, 90.0)])
+def test_a_rest_takes_as_long_as_moves_and_steps_do(known: dict[str, float], rest_s: float) -> None:
+    fleet = a_fleet(4, 1, 2, **known)
+    moves = rebalance(fleet)
+    turned = msgspec.structs.replace(after(fleet, moves, now=0.99 * rest_s), seconds=(9.0, 1.0, 1.0))
+    assert "cost 2 s" in moves[0].reason
+    assert (1, 0) not in ways(rebalance(turned))
+    assert (1, 0) in ways(rebalance(msgspec.structs.replace(turned, now=2.01 * rest_s)))
 
 
 def test_rests_end_at_different_times() -> None:

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from shoal.core.consensus.certificates import quorum
-from shoal.core.leader.rebalance import Fleet, Move, measure, place, rebalance
+from shoal.core.latency import Usual
+from shoal.core.leader.rebalance import MOVE_S, Fleet, Move, measure, place, rebalance
 from shoal.core.leader.rules.lines import believed
 from shoal.core.messages import Member, Peer, Settings
 from shoal.core.names import invite_of
@@ -70,6 +71,7 @@ class Crew:
         self.dead: dict[Peer, Lost] = {}
         self.serving: Composition = np.full(len(job.stage_of), -1)
         self.moves: tuple[Move, ...] = ()
+        self._loads = Usual(MOVE_S)  # as a leader measures it
         self.leader: Peer = ""  # a new one leads from the next step on
         # Seconds of stages, speeds of peers, tensors per second on their lines
         self.known: tuple[tuple[float, ...], dict[Peer, float], dict[Peer, float]] = ((), {}, {})
@@ -130,6 +132,8 @@ class Crew:
         for peer in peers:
             joiner = self.joiners.pop(peer)
             self._downloaded(joiner, now)
+            if joiner.began_s < joiner.ready_s < math.inf and now < math.inf:
+                self._loads.add(joiner.ready_s - joiner.began_s)
             self.members[peer] = member = joiner.member
             self.serving[slot_of(peer)] = member.stage
 
@@ -164,7 +168,7 @@ class Crew:
         election_s = (
             self.job.patience.election_s(len(self.members) - len(self.dead)) + ELECTION_DELAYS * self.job.delay_s
         )
-        self.leader, self.moves = "", ()
+        self.leader, self.moves, self._loads = "", (), Usual(MOVE_S)
         self.dead = {
             peer: msgspec.structs.replace(lost, noticed_s=lost.noticed_s + election_s)
             for peer, lost in self.dead.items()
@@ -235,6 +239,8 @@ class Crew:
             loading=tuple(joiner.member for joiner in self.joiners.values()),
             recent=self.moves,
             now=now,
+            move_s=self._loads.value,
+            step_s=step_s if step_s < math.inf else 0.0,
             left_s=left_s,
             passed=passed,
         )

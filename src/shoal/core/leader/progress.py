@@ -11,8 +11,10 @@ from collections import Counter
 
 import msgspec
 
+from shoal.core.latency import Usual
 from shoal.core.leader.evictions import Conduct, Verdict
-from shoal.core.messages import Heartbeat, Member, Peer, Reduced, Round, RoundWaits, Settings, View
+from shoal.core.leader.rebalance import MOVE_S
+from shoal.core.messages import Heartbeat, Member, Peer, Reduced, Round, RoundWaits, Settings, Stage, View
 
 VIEW_SILENCES = 3.0  # for a peer that sends heartbeats to take a view that is sent to it after each
 LEAST_BEATS = 120.0  # no state is waited for less,
@@ -44,9 +46,16 @@ class Progress:
         self._name, self._settings = name, settings
         self._seen: dict[Peer, Seen] = {}
         self._view_at = float("-inf")
+        self.loads = Usual(
+            MOVE_S
+        )  # seconds from a view that gives a joiner or mover its stage until it holds the state
+        self._loading: dict[tuple[Peer, Stage], float | None] = {}  # since when; None: it holds it
 
     def on_view(self, before: View | None, view: View, now: float) -> None:
         self._view_at = now
+        joining = view.joining if view.started else ()  # before, states are made or read from disk, not downloaded
+        loading = ((member.peer, member.stage) for member in joining)
+        self._loading = {each: self._loading.get(each, now) for each in loading}
         present = {member.peer for member in view.members + view.joining}
         self._seen = {peer: seen for peer, seen in self._seen.items() if peer in present}
         fresh = before is None or (before.step, before.epoch, before.work, before.started) != (
@@ -75,6 +84,10 @@ class Progress:
             seen.state, seen.state_at = state, now
         if heartbeat.ready and (heartbeat.epoch, heartbeat.step) == (view.epoch, view.step):
             seen.current_at = now
+            since = self._loading.get((peer, heartbeat.stage))
+            if since is not None:
+                self._loading[peer, heartbeat.stage] = None
+                self.loads.add(now - since)
 
     def here_s(self, peer: Peer, now: float) -> float:
         """Since its first heartbeat to this leader."""

@@ -21,9 +21,9 @@ from shoal.core.messages import Member, Peer
 # The giving stage must keep more than the thinnest stage has now, by so much of what the mover brings there. With less, five peers
 # on three stages of equal work move to and fro with the noise of their measured rates.
 MARGIN = 0.5
-MOVE_S = 60.0  # what a move takes if nobody knows better: the download of a stage of some GB
-# A peer that moved, and the way back between two stages, rest for so many moves' time, up to twice that
-REST_MOVES = 5.0
+MOVE_S = 60.0  # what a move takes while nobody knows better: the download of a stage of some GB
+# A peer that moved, and the way back between two stages, rest for so many moves' time, and so many steps, up to twice that
+REST_MOVES, REST_STEPS = 5.0, 3.0
 AT_ONCE = 4  # one of so many members may be moving: more would make the others serve downloads instead of microbatches
 SLOWEST, FASTEST = 0.1, 10.0  # what a measured speed may say of a peer, relative to the usual one
 
@@ -50,7 +50,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     loading: tuple[Member, ...] = ()  # joiners and movers, with the stage whose state they download: they count there
     recent: tuple[Move, ...] = ()  # what was decided before; what is too old to matter may be left out
     now: float = 0.0
-    move_s: float = MOVE_S
+    move_s: float = MOVE_S  # what loading a stage's state has taken lately
+    step_s: float = 0.0  # rates are measured once in a step, and are noisy
     left_s: float = math.inf  # of the run, or of a peer's usual life if that is shorter
     passed: float = 0.0  # part of the step that is booked: what a mover has booked of it is computed again by others
 
@@ -152,8 +153,9 @@ class _Plan:
             self.coming[one.stage] += 1
         self.movers = {move.peer for move in fleet.recent}
         self.used = {(m.source, m.stage) for m in fleet.recent if fleet.now < m.at_s + fleet.move_s}
-        young = [m for m in fleet.recent if fleet.now < m.at_s + 2 * REST_MOVES * fleet.move_s]
-        resting = [m for m in young if fleet.now < m.at_s + _rest_s(m, fleet.move_s)]
+        rest_s = max(REST_MOVES * fleet.move_s, REST_STEPS * fleet.step_s)
+        young = [m for m in fleet.recent if fleet.now < m.at_s + 2 * rest_s]
+        resting = [m for m in young if fleet.now < m.at_s + _jittered(m, rest_s)]
         self.tired = {m.peer for m in resting}
         self.back = {(m.stage, m.source) for m in resting}
 
@@ -200,9 +202,9 @@ class _Plan:
         self.back.add((thin, who.stage))
 
 
-def _rest_s(move: Move, move_s: float) -> float:
-    """With jitter, so that peers that moved together do not all become free at one moment."""
-    return REST_MOVES * move_s * (1 + crc32(f"{move.peer} {move.at_s}".encode()) / 2**32)
+def _jittered(move: Move, rest_s: float) -> float:
+    """Peers that moved together do not all become free at one moment."""
+    return rest_s * (1 + crc32(f"{move.peer} {move.at_s}".encode()) / 2**32)
 
 
 def _cost(seconds: tuple[float, ...], stages: int) -> tuple[float, ...]:

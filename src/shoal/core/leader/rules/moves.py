@@ -9,6 +9,7 @@ The algorithm is rebalance.py's. The rules that remove members (removal.py) and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
@@ -28,6 +29,7 @@ def fleet(
 ) -> Fleet:
     """These members and joiners; how long the run lasts, and how much of the step is booked, is the caller's to add."""
     seconds, speeds, lines = measured((*members, *loading), facts, settings)
+    step_s = facts.history.step_s
     return Fleet(
         members=members,
         stages=settings.stages,
@@ -37,6 +39,8 @@ def fleet(
         loading=loading,
         recent=facts.history.moves,
         now=now,
+        move_s=facts.evidence.progress.loads.value,
+        step_s=step_s if step_s < math.inf else 0.0,
     )
 
 
