@@ -132,7 +132,7 @@ class Crew:
         for peer in peers:
             joiner = self.joiners.pop(peer)
             self._downloaded(joiner, now)
-            if joiner.began_s < joiner.ready_s < math.inf and now < math.inf:
+            if joiner.donors and now < math.inf:
                 self._loads.add(joiner.ready_s - joiner.began_s)
             self.members[peer] = member = joiner.member
             self.serving[slot_of(peer)] = member.stage

@@ -117,14 +117,14 @@ class Delivery:
         nbytes, rank = sum([wire.nbytes(value, CHUNKS) for value in values]), m.rank(message)
         self.sent_bytes[source] += nbytes
         through = network.through
-        chunk: QueuedBlobs | None = None
+        queued: QueuedBlobs | None = None
         for at in network.arrivals(source, target, nbytes, kernel.now, rank):
             left_s = network.left(source, rank)
-            if chunk is None:
-                chunk = network.queued(source, target, message, nbytes, rank, at, kernel.now)
+            if queued is None:
+                queued = network.queued(source, target, message, nbytes, rank, at, kernel.now)
 
-            def reach(_: object, left_s: float = left_s, chunk: QueuedBlobs | None = chunk) -> None:
-                if died_s.get(source, left_s) >= left_s and not (chunk is not None and chunk.void):
+            def reach(_: object, left_s: float = left_s, queued: QueuedBlobs | None = queued) -> None:
+                if died_s.get(source, left_s) >= left_s and not (queued is not None and queued.void):
                     if (source, True) not in self._known:
                         self._measured(wire, source, up=True)
                     through_s = through(source, target, nbytes, rank, kernel.now)

@@ -72,11 +72,11 @@ class SimulatedUplink(msgspec.Struct):
     def withdraw(self, void: Sequence[QueuedBlobs], kept: Sequence[QueuedBlobs], now: float) -> None:
         """Those do not go; these do."""
         self.pass_in_turn(void[0].rank, 0.0, now)
-        for chunk in void:
-            self.waiting_s[chunk.rank] = max(0.0, self.waiting_s[chunk.rank] - chunk.seconds)
-            self.free_s[chunk.rank] = now
-        for chunk in kept:
-            self.free_s[chunk.rank] = max(self.free_s[chunk.rank], chunk.left_s)
+        for queued in void:
+            self.waiting_s[queued.rank] = max(0.0, self.waiting_s[queued.rank] - queued.seconds)
+            self.free_s[queued.rank] = now
+        for queued in kept:
+            self.free_s[queued.rank] = max(self.free_s[queued.rank], queued.left_s)
 
     def _advance(self, now: float) -> None:
         """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
@@ -119,7 +119,7 @@ class Network:
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
         self._uplinks: dict[Peer, SimulatedUplink] = {}
-        self._chunks: dict[Peer, deque[QueuedBlobs]] = {}  # that wait at that peer's uplink
+        self._queued: dict[Peer, deque[QueuedBlobs]] = {}  # that wait at that peer's uplink
         self._wire = wire
         if wire is not None:
             self.through = Downlinks(wire).through
@@ -160,13 +160,13 @@ class Network:
         self, source: Peer, target: Peer, message: Message, nbytes: int, rank: int, at: float, now: float
     ) -> QueuedBlobs:
         """What was sent last, with blobs, arrives `at`."""
-        uplink, chunks = self._uplinks[source], self._chunks.setdefault(source, deque())
-        while chunks and chunks[0].left_s <= now:
-            chunks.popleft()
+        uplink, queue = self._uplinks[source], self._queued.setdefault(source, deque())
+        while queue and queue[0].left_s <= now:
+            queue.popleft()
         seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
-        chunk = QueuedBlobs(target, message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
-        chunks.append(chunk)
-        return chunk
+        queued = QueuedBlobs(target, message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
+        queue.append(queued)
+        return queued
 
     def withdraw(self, source: Peer, voids: Callable[[Message], bool], now: float) -> float:
         """Such messages, of which nothing has left, do not go: the seconds of the line that this gives back."""
@@ -174,23 +174,23 @@ class Network:
 
     def forget(self, target: Peer, now: float) -> dict[Peer, float]:
         """It is dead, and connections to it carry nothing more: the seconds of their lines that the others get back."""
-        return {source: self._withdraw(source, lambda queued: queued.target == target, now) for source in self._chunks}
+        return {source: self._withdraw(source, lambda queued: queued.target == target, now) for source in self._queued}
 
     def _withdraw(self, source: Peer, voids: Callable[[QueuedBlobs], bool], now: float) -> float:
-        chunks = self._chunks.get(source, ())
-        void = [chunk for chunk in chunks if chunk.left_s - chunk.seconds > now and voids(chunk)]
+        queue = self._queued.get(source, ())
+        void = [queued for queued in queue if queued.left_s - queued.seconds > now and voids(queued)]
         if not void:
             return 0.0
-        for chunk in void:
-            chunk.void = True
-        kept = self._chunks[source] = deque(chunk for chunk in chunks if not chunk.void)
+        for queued in void:
+            queued.void = True
+        kept = self._queued[source] = deque(queued for queued in queue if not queued.void)
         self._uplinks[source].withdraw(void, kept, now)
-        for chunk in void:
-            chunk.link.last_s[1 + chunk.rank] = now
-        for chunk in kept:
-            last_s = chunk.link.last_s
-            last_s[1 + chunk.rank] = max(last_s[1 + chunk.rank], chunk.at)
-        return sum(chunk.seconds for chunk in void)
+        for queued in void:
+            queued.link.last_s[1 + queued.rank] = now
+        for queued in kept:
+            last_s = queued.link.last_s
+            last_s[1 + queued.rank] = max(last_s[1 + queued.rank], queued.at)
+        return sum(queued.seconds for queued in void)
 
     def part(self, groups: tuple[tuple[Peer, ...], tuple[Peer, ...]], both: bool) -> list[tuple[Peer, Peer]]:
         """Cut from the first group to the second, and back if `both`. Returns the pairs, for `join`."""

@@ -46,9 +46,8 @@ class Progress:
         self._name, self._settings = name, settings
         self._seen: dict[Peer, Seen] = {}
         self._view_at = float("-inf")
-        self.loads = Usual(
-            MOVE_S
-        )  # seconds from a view that gives a joiner or mover its stage until it holds the state
+        # Seconds from a view that gives a joiner or mover its stage until it holds the state
+        self.loads = Usual(MOVE_S)
         self._loading: dict[tuple[Peer, Stage], float | None] = {}  # since when; None: it holds it
 
     def on_view(self, before: View | None, view: View, now: float) -> None:
