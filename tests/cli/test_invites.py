@@ -20,6 +20,7 @@ from shoal.cli import demo, join, revoke
 from shoal.cli import invite as invite_command
 from shoal.config import Config, to_tree
 from shoal.launcher import reach
+from shoal.launcher.files import rundir
 from shoal.launcher.invite_text import INVITE_VARIABLE, MOST_CHARS, invite_text
 from shoal.launcher.invites import InviteBook, Issued, Office, invite_named
 from shoal.launcher.launch import PeerSpec, _environment
@@ -305,3 +306,17 @@ def test_a_run_is_named_by_its_directory_or_its_file(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     assert invite_command.directory_of(str(tmp_path / "ours"), ()) == tmp_path / "ours"
     assert invite_command.directory_of(str(file), ["run.name=theirs"]) == tmp_path / "theirs"
+
+
+def test_a_run_that_is_starting_is_waited_for(tmp_path: Path) -> None:
+    """A founder's port was open a moment before its address was written, and `shoal invite` said that nobody had started a run there."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    invite_command.await_start(directory)  # nobody is starting one
+    with rundir.claimed(directory):
+        files = [directory / name for name in invite_command.FOUNDED]
+        timer = threading.Timer(0.3, lambda: [file.write_text("") for file in files])
+        timer.start()
+        invite_command.await_start(directory)
+        assert all(file.exists() for file in files)
+        timer.join()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ from shoal.transport.identity.passes import MAX_PEERS, date
 
 DIGEST_CHARS = 32  # of the data's SHA-256 in an invite: nobody finds other data that begin like this
 DISTRIBUTE_S = 20.0  # for the peers of a run to receive a new list
+FOUNDED = "config.toml", "bootstrap.json"  # in the directory of a run that can be joined
+TELL_S, START_S = 2.0, 120.0  # a run that is starting is waited for: until people are told, and at most
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +62,7 @@ def main(args: argparse.Namespace) -> int:
     if args.list:
         print(table(Office(directory, _authority(directory)), here(directory)))
         return 0
+    await_start(directory)
     run = Founded(directory, args.via)
     if args.renew:
         return _renew(run)
@@ -68,6 +73,19 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--peers {args.peers}: 1 to {MAX_PEERS} may take part by an invite; try {PEERS}")
     hand_over(run.invite(lifetime_s, args.peers, args.name, not args.no_renew), args.out)
     return 0
+
+
+def await_start(directory: Path) -> None:
+    """Of a run that is starting there, until it can be joined: its first peer may listen a moment before its address is written."""
+    began, tell_s = time.monotonic(), TELL_S
+    while not all((directory / name).exists() for name in FOUNDED) and rundir.running(directory):
+        waited_s = time.monotonic() - began
+        if waited_s > START_S:
+            return
+        if waited_s > tell_s:
+            print(f"{directory}: the run is starting; waiting for its first peer", file=sys.stderr, flush=True)
+            tell_s = START_S
+        time.sleep(0.1)
 
 
 def directory_of(run: str, settings: Sequence[str]) -> Path:
@@ -93,7 +111,7 @@ class Founded:
 
     def __init__(self, directory: Path, via: Sequence[str] = ()) -> None:
         bootstrap = directory / "bootstrap.json"
-        if not (directory / "config.toml").exists() or not bootstrap.exists():
+        if not all((directory / name).exists() for name in FOUNDED):
             raise ValueError(f"{directory}: no run has been started there; start it with: shoal run CONFIG")
         self.directory = directory
         self.office = Office(directory, _authority(directory))
