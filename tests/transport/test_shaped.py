@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -241,8 +242,8 @@ def test_what_is_forgotten_leaves_the_link_of_its_pair_too() -> None:
 
 def test_what_waits_for_a_peer_that_is_not_there_does_not_fill_the_line() -> None:
     async def story() -> None:
-        inner = MemoryTransport(Hub(), "a")
-        line = Shaped(inner, AccessLink(0.0, 1e6, 1e6))  # type: ignore[arg-type]
+        inner: Any = MemoryTransport(Hub(), "a")
+        line = Shaped(inner, AccessLink(0.0, 1e6, 1e6))
         await line.start()
         for index in range(3):
             line.send("gone", BoundaryTensor(0, 0, index, 1, False), (Blob("uint8", (100_000,), bytes(100_000)),))

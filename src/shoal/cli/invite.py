@@ -76,12 +76,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def await_start(directory: Path) -> None:
-    """Of a run that is starting there, until it can be joined: its first peer may listen a moment before its address is written."""
+    """Of a run that is starting there, until it can be joined: its first peer may listen a moment before its address is written.
+    ValueError when that takes too long."""
     began, tell_s = time.monotonic(), TELL_S
     while not all((directory / name).exists() for name in FOUNDED) and rundir.running(directory):
         waited_s = time.monotonic() - began
         if waited_s > START_S:
-            return
+            raise ValueError(
+                f"{directory}: the run there has had no peer to join by for {START_S:.0f} s; its launcher says why"
+            )
         if waited_s > tell_s:
             print(f"{directory}: the run is starting; waiting for its first peer", file=sys.stderr, flush=True)
             tell_s = START_S

@@ -78,16 +78,17 @@ class Delivery:
 
     def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None:
         """What waits at its line and is void does not go."""
-        wire, kernel = self._context.case.wire, self._context.kernel
-        if wire is not None:
-            seconds = self._context.network.withdraw(source, voids, kernel.now)
-            self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
+        self._unsent({source: self._context.network.withdraw(source, voids, self._context.kernel.now)})
 
     def forget(self, target: m.Peer) -> None:
         """It has died: what waits for it at the others' lines does not go."""
-        wire, kernel = self._context.case.wire, self._context.kernel
+        self._unsent(self._context.network.forget(target, self._context.kernel.now))
+
+    def _unsent(self, seconds_of: dict[m.Peer, float]) -> None:
+        """So long their lines would have had to carry what they do not carry now."""
+        wire = self._context.case.wire
         if wire is not None:
-            for source, seconds in self._context.network.forget(target, kernel.now).items():
+            for source, seconds in seconds_of.items():
                 self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
 
     def current_views(self) -> list[m.View]:

@@ -317,10 +317,8 @@ class ActivationStore:
             return []
         if key not in self.held:
             return [Send(peer, TensorGone(message.epoch, *key))]
-        if message.call == AUDIT_CALL:
-            return self.send(peer, key, message.call)
-        sent = self._sent.setdefault(key, {})
-        if sent.get(peer) == message.call - 1:  # it waits for a line, as a second copy would
+        answered = self._sent.get(key, {}).get(peer)
+        if answered == message.call - 1 and message.call != AUDIT_CALL:  # it waits for a line, as a second copy would
             return [Send(peer, TensorPending(message.epoch, *key, self.size(key)))]
         return self.send(peer, key, message.call)
 
