@@ -710,6 +710,39 @@ def test_what_cannot_be_computed_again_is_said_and_nothing_is_left_over(how: str
     assert [task for task in play.tasks() if isinstance(task, m.EndAudit)], "the sum beside the step's is given up"
 
 
+def test_inputs_that_are_said_to_wait_for_a_line_are_waited_for_twice_as_long_each_time() -> None:
+    """And an answer that is one too many, or of another peer, moves nothing."""
+
+    def asked() -> list[tuple[m.Peer, int]]:
+        return [(peer, one.call - m.AUDIT_CALL) for peer, one, _ in play.sends(m.TensorRequest) if one.index == 3]
+
+    play, waited_s, began_s = a_server(), [], 0.0
+    play.hear(OWNER, AGAIN)
+    asked_again(play, 1)
+    play.hear(NEXT, m.BoundaryTensor(0, 0, 3, 1, True, 2), 1)
+    said = m.TensorPending(0, 0, 3, 1, False, 4)
+    for number in range(1, TRIES):
+        at = play.server.deadline
+        assert at is not None
+        waited_s.append(at - began_s)
+        began_s = at
+        play.commands.clear()
+        play.tick(at)
+        assert asked() == [(OTHER, number)]
+        asked_at = play.server.deadline
+        play.hear(NEXT, said)
+        assert play.server.deadline == asked_at
+        play.hear(OTHER, said)
+        play.now += 0.5
+        play.hear(OTHER, said)
+    assert waited_s == [play.server.settings.min_request_timeout_s * 2**at for at in range(TRIES - 1)]
+    assert not play.sends(m.Recomputed)
+    last = play.server.deadline
+    assert last is not None
+    play.tick(last)
+    assert play.sends(m.Recomputed), "and not for ever"
+
+
 def test_a_new_step_ends_it_and_what_runs_is_forgotten() -> None:
     play = a_server()
     play.hear(OWNER, AGAIN)

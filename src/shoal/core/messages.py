@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-PROTOCOL = 38  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
+PROTOCOL = 39  # raised with every change of a wire message, or of who sends which; peers of another number are refused at the handshake
 
 # key id + incarnation: a restarted process is another
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -429,6 +429,7 @@ class Heartbeat(Wire, frozen=True):
     down_kBps: Count = 0
     gradient: Count = 0  # values of my stage's flat gradient; 0: I hold no state
     tensor_bytes: Count = 0  # of a boundary tensor here; 0: none has come yet
+    lacks: bool = False  # the view that you have just named: it was not proposed to me, or that was lost
 
 
 class KnownAnswers(Value, frozen=True):
@@ -585,7 +586,9 @@ class Gradient(Wire, frozen=True):
     nbytes: Count = 0
 
 
-AUDIT_CALL = 1 << 16  # of a TensorRequest for an audit: answered with the tensor, even where it was sent before
+AUDIT_CALL = (
+    1 << 16
+)  # the first `call` of a TensorRequest for an audit: answered with the tensor, though it was sent for a hop before
 
 
 class BoundaryTensor(Wire, frozen=True):
@@ -1383,13 +1386,16 @@ class Drop(Command, frozen=True):
 
 
 class Withdraw(Command, frozen=True):
-    """That round is void: its chunks that still wait here need not be sent. One that is on its way arrives."""
+    """What still waits here need not be sent: chunks of that round, which is void; without a `round`, boundary tensors of steps before
+    `step`. One that is on its way arrives."""
 
     epoch: Count
     step: Count
-    round: Count
+    round: Count | None = None
 
     def voids(self, message: Message) -> bool:
+        if self.round is None:
+            return isinstance(message, BoundaryTensor) and (message.epoch, message.step) < (self.epoch, self.step)
         if not isinstance(message, ReduceChunk | GatherChunk):
             return False
         return (message.epoch, message.step, message.round) == (self.epoch, self.step, self.round)

@@ -10,6 +10,7 @@ Left to others: what runs when (hops.py), who is asked (trainer.py), the tensors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -30,11 +31,13 @@ from shoal.core.messages import (
     TensorGone,
     TensorPending,
     TensorRequest,
+    Withdraw,
 )
 from shoal.core.replica_state import ReplicaState, complain, drop
 from shoal.core.trainer.routing import EXTENSIONS, PATIENCE
 
 PULLS = 2  # of each holder: the first or its answer may be lost
+SAID = 2  # requests for an audit in a row that are told that the tensor is on its way
 COLD_MOST_S = 30.0  # that a tensor is waited for by what is said of its size, before any has come
 
 
@@ -89,8 +92,9 @@ class ActivationStore:
         self.failed: dict[Key, None] = {}  # what does not come
         self._no_room: dict[Key, None] = {}  # received, and not kept
         self._given_up: dict[Key, list[float]] = {}  # calls for what nothing waits for any more
-        # By receiver: the number of the request that it was sent for, if the connection has held since
-        self._sent: dict[Key, dict[Peer, int]] = {}
+        # By receiver, and whether for an audit: the number of the request that it was sent for, if the connection has held since
+        self._sent: dict[Key, dict[tuple[Peer, bool], int]] = {}
+        self._oldest = math.inf  # step of what may still wait for a line
         self._arrived: dict[Peer, float] = {}  # when a tensor came from that peer last
         self._usual = Latency()  # seconds from a want to its tensor; of real arrivals only, late ones too
 
@@ -136,15 +140,17 @@ class ActivationStore:
         view = self._replica.view
         step = -1 if view is None else view.step
         over = [key for key in self.held if everything or key.step < step]
+        void: list[Command] = [Withdraw(view.epoch, step)] if view is not None and self._oldest < step else []
+        self._oldest = max(self._oldest, step)
         if goes_on:
-            return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
+            return void + drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
         self.wants.clear()
         self.failed.clear()
         self._no_room.clear()
         self._given_up.clear()
         self._sent.clear()
         self._arrived.clear()
-        return drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
+        return void + drop(tuple(blob for blob in map(self._remove, over) if blob not in read))
 
     def make_room(self, used: Collection[Key], booked: Collection[Index], force: bool) -> dict[Key, HeldTensor]:
         """Let go of what can be missed until the limit is kept: of hops booked here; with `force` of any that none needs. The caller drops
@@ -317,9 +323,12 @@ class ActivationStore:
             return []
         if key not in self.held:
             return [Send(peer, TensorGone(message.epoch, *key))]
-        answered = self._sent.get(key, {}).get(peer)
-        if answered == message.call - 1 and message.call != AUDIT_CALL:  # it waits for a line, as a second copy would
-            return [Send(peer, TensorPending(message.epoch, *key, self.size(key)))]
+        audited = message.call >= AUDIT_CALL
+        answered = self._sent.get(key, {}).get((peer, audited))
+        if answered is not None and 0 < message.call - answered <= (SAID if audited else 1):
+            return [
+                Send(peer, TensorPending(message.epoch, *key, self.size(key)))
+            ]  # it waits for a line, as a second copy would
         return self.send(peer, key, message.call)
 
     def on_coming(self, peer: Peer, message: TensorPending, now: float) -> list[Command]:
@@ -335,7 +344,8 @@ class ActivationStore:
 
     def on_unreachable(self, peer: Peer) -> None:
         for sent in self._sent.values():
-            sent.pop(peer, None)
+            sent.pop((peer, False), None)
+            sent.pop((peer, True), None)
 
     def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
         view = self._replica.view
@@ -354,8 +364,8 @@ class ActivationStore:
         """A kept tensor to whoever goes on with it, or has called for it."""
         view = self._replica.view
         assert view is not None
-        if call != AUDIT_CALL:
-            self._sent.setdefault(key, {})[peer] = call
+        self._oldest = min(self._oldest, key.step)
+        self._sent.setdefault(key, {})[peer, call >= AUDIT_CALL] = call
         return [Send(peer, BoundaryTensor(view.epoch, *key, call), (self.blob(key),))]
 
 

@@ -39,6 +39,7 @@ from shoal.core.messages import (
     Settings,
     Sketch,
     TensorGone,
+    TensorPending,
     TensorRecord,
     TensorRequest,
     View,
@@ -61,6 +62,7 @@ class Hop(msgspec.Struct, eq=False):
     tokens: str = ""
     fetching: bool = False
     tries: int = 0
+    said: int = 0  # the newest try upon which an input was said to be on its way
     due: float = 0.0
 
     @property
@@ -218,12 +220,10 @@ class Audits:
         return commands
 
     def _ask(self, hop: Hop, now: float) -> list[Command]:
-        hop.tries, hop.due = hop.tries + 1, now + self._store.patience_s()
+        call, hop.tries, hop.due = AUDIT_CALL + hop.tries, hop.tries + 1, now + self._store.patience_s()
         epoch = self._replica.epoch
         commands: list[Command] = [
-            Send(peer, TensorRequest(epoch, *key, AUDIT_CALL))
-            for key, peer in hop.sources.items()
-            if key not in hop.blobs
+            Send(peer, TensorRequest(epoch, *key, call)) for key, peer in hop.sources.items() if key not in hop.blobs
         ]
         if hop.needs_tokens and not hop.fetching:
             hop.fetching, task = True, self._id()
@@ -241,6 +241,14 @@ class Audits:
                 hop.blobs = {**hop.blobs, key: blobs[0].id}
                 return True
         return False
+
+    def on_coming(self, peer: Peer, message: TensorPending, now: float) -> None:
+        """It waits for its line: twice as long again each time."""
+        key, view = key_of(message), self._replica.view
+        for hop in self._waiting() if view is not None and message.epoch == view.epoch else ():
+            if hop.sources.get(key) == peer and key not in hop.blobs and hop.said < hop.tries:
+                hop.said = hop.tries
+                hop.due = max(hop.due, now + 2 ** (hop.tries - 1) * self._store.patience_s(message.nbytes))
 
     def on_gone(self, peer: Peer, message: TensorGone, now: float) -> list[Command]:
         key = key_of(message)

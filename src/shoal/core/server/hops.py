@@ -339,6 +339,7 @@ class Hops:
             case TensorRequest():
                 commands = self.store.on_pull(peer, message)
             case TensorPending():
+                self.audits.on_coming(peer, message, now)
                 commands = self.store.on_coming(peer, message, now)
             case TensorGone():
                 commands = self.audits.on_gone(peer, message, now) + self.store.on_gone(peer, message, now)
