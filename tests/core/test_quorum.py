@@ -61,7 +61,7 @@ class Net:
                     if self.rng.random() >= self.drop:
                         self.nodes[target].show_life(source, self.now)
                         if isinstance(message, tuple):
-                            self.send(target, self.nodes[target].repair(source, *message))
+                            self.send(target, self.nodes[target].repair(source, *message, self.now))
                         else:
                             self.send(target, self.nodes[target].on_message(source, message, self.now))
 
@@ -159,7 +159,7 @@ def test_a_peer_of_this_term_that_missed_the_leaders_votes_asks_for_them_and_fol
     assert entry is not None and proof is not None
     late.views.agree(entry, proof)
     late.election.step_down(leader.term, net.now)  # it voted in this term, as a candidate's request told it
-    leader.repair(other, leader.term, entry.view.number)  # its heartbeat of this term, whoever it follows
+    leader.repair(other, leader.term, entry.view.number, net.now)  # its heartbeat of this term, whoever it follows
     (lead,) = [one for one in leader.replication.beat(net.now) if one.peer == other]
     (refused,) = late.on_message(name, lead.message, net.now)
     assert late.leader is None
@@ -175,7 +175,7 @@ def test_a_peer_that_missed_a_view_is_given_the_newest() -> None:
     net.propose()
     net.run(1.0)
     net.cut = set()
-    net.send("p0", net.nodes["p0"].repair("p2", 1, 2))
+    net.send("p0", net.nodes["p0"].repair("p2", 1, 2, net.now))
     net.run(1.0)
     agreed = net.nodes["p2"].agreed
     assert agreed is not None and agreed.number == 3

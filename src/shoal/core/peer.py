@@ -280,14 +280,15 @@ class PeerMachine:
         register, agreed = self.register, self.register.views.view
         proven = isinstance(message, Propose) and message.proof is not None
         commands: list[Command] = []
-        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
-            commands.append(Send(peer, self.heartbeat.state()))  # the leader repairs peers that report an older view
         if proven or agreed is None or register.views.entitled(peer):
-            commands = register.on_message(peer, message, now) + commands
+            commands = register.on_message(peer, message, now)
             if isinstance(message, Lead) and register.leader == peer and register.term == message.term:
                 commands += self.judge.notes.note(message.stalled, now)
         elif isinstance(message, VoteRequest) and self.view is not None and not self.roster.belongs(peer):
             return self.repair.to_outsider(peer, message.last_number, now)
+        agreed = register.views.view
+        if isinstance(message, Lead) and message.number > (0 if agreed is None else agreed.number):
+            commands.append(Send(peer, self.heartbeat.state(lacks=True)))
         return commands
 
     def _to_leader(self, peer: Peer, message: Wire, now: float) -> list[Command]:
@@ -299,9 +300,13 @@ class PeerMachine:
         if not isinstance(message, Heartbeat):
             return commands
         if self.roster.belongs(peer):
-            repaired = self.register.repair(peer, message.term, message.number)
-            behind = message.number < self.roster.number
-            return commands + (repaired or (self.repair.newest(peer, message.number) if behind else []))
+            replication, behind = self.register.replication, message.number < self.roster.number
+            if message.lacks:
+                replication.lost(peer)
+            repaired = self.register.repair(peer, message.term, message.number, now)
+            if repaired or not behind or replication.on_its_way(peer, message.number, now):
+                return commands + repaired
+            return commands + self.repair.newest(peer, message.number)
         if not self.leadership.asks_to_join(peer):
             commands += self.repair.to_outsider(peer, message.number, now)
         return commands

@@ -1,4 +1,4 @@
-"""Deadlines by key: set one, forget one, pop those that are due, and say when the next one comes.
+"""Deadlines by key: set one, forget one, pop those that are due, and say when the next one comes. And how far apart heartbeats are.
 
 For machines that wait for many things at once. Setting a key again replaces its deadline; every operation is O(log n).
 """
@@ -8,6 +8,14 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 import msgspec
+
+CROWD = 50  # members and joiners, from which on heartbeats come more rarely,
+RARER = 2.0  # up to so many times as far apart: the leader's rules know nobody silent before 2.5 beats (FRESH_BEATS)
+
+
+def pause_s(heartbeat_s: float, peers: int) -> float:
+    """Between two heartbeats of a peer, and two of its leader, in a run of so many: its leader handles each of them."""
+    return heartbeat_s * min(max(peers / CROWD, 1.0), RARER)
 
 
 class Called(msgspec.Struct):

@@ -23,6 +23,7 @@ class Liveness:
     def __init__(self, context: Context, processes: Processes, delivery: Delivery, strangers: Strangers | None) -> None:
         self.stuck = ""
         self.veterans: list[Node] = []
+        self._listed_s: dict[Peer, float] = {}  # when a view had each peer last, by the looks
         self._context = context
         self._processes = processes
         self._delivery = delivery
@@ -42,7 +43,8 @@ class Liveness:
         for node in self.veterans:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
-            undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
+            listed_s = self._listed_s.get(node.name, 0.0)  # it may have been left out since, for a narrow line
+            undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s, listed_s)
             barred_s = pause_s(newest.evicted, node.name, context.settings)  # two may not have reached it
             if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 continue
@@ -73,6 +75,9 @@ class Liveness:
         """Is the run where it should be by now? If not, the simulation ends."""
         kernel, watch = self._context.kernel, self._context.watch
         watch.leavers.look(watch.newest)
+        if watch.newest is not None:
+            listed = watch.newest.members + watch.newest.joining
+            self._listed_s |= dict.fromkeys((one.peer for one in listed), kernel.now)
         text = self._late()
         if text:
             self.stuck = self.hopeless()

@@ -51,7 +51,14 @@ class Run(Section, frozen=True):
         int,
         Meta(ge=1, le=4096, description="A peer that has this many tasks waiting answers further requests with Busy."),
     ] = 16
-    heartbeat_s: Annotated[float, Meta(gt=0, le=3600, description="The heartbeats of a peer are this far apart.")] = 0.5
+    heartbeat_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="The heartbeats of a peer are this far apart; in runs of more than 50 peers up to twice as far.",
+        ),
+    ] = 0.5
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, le=DAY_S, description="A peer that is silent for this long is removed from the run.")
     ] = 4.0

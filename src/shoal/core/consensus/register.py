@@ -141,9 +141,9 @@ class Register:
         if self.leading:
             self.replication.show_life(peer, now)
 
-    def repair(self, peer: Peer, term: int, number: int) -> list[Command]:
+    def repair(self, peer: Peer, term: int, number: int, now: float) -> list[Command]:
         """Leader: `peer` follows `term` and holds view `number`: send the views that it lacks."""
-        return self.replication.repair(peer, term, number) if self.leading else []
+        return self.replication.repair(peer, term, number, now) if self.leading else []
 
     def tick(self, now: float) -> list[Command]:
         at = self.deadline

@@ -7,6 +7,7 @@ stops leading. For register.py; elections are election.py's business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from shoal.core.consensus.agreed import AgreedViews
 from shoal.core.consensus.election import Election
 from shoal.core.messages import Accept, Command, Entry, Lead, Member, Peer, Proof, Propose, Send, Settings, Signed, View
+from shoal.core.timers import pause_s
 
 
 def peers_of(members: Iterable[Member]) -> tuple[Peer, ...]:
@@ -32,6 +34,8 @@ class Replication:
         self._elected_by: tuple[Signed, ...] = ()
         self._followers: set[Peer] = set()  # who has shown that it follows this leader in this term
         self._acceptances: dict[Peer, Signed] = {}  # of the proposal in flight
+        # By receiver: the newest view that was sent to it, the oldest one that whoever holds needs no more, and when
+        self._shown: dict[Peer, tuple[int, int, float]] = {}
 
     def start(self, now: float) -> list[Command]:
         """Begin to lead the term in which this peer was elected."""
@@ -58,17 +62,30 @@ class Replication:
         if peer in self.heard:
             self.heard[peer] = now
 
-    def repair(self, peer: Peer, term: int, number: int) -> list[Command]:
+    def repair(self, peer: Peer, term: int, number: int, now: float) -> list[Command]:
         """`peer` follows `term` and holds view `number`: send the views that it lacks, to a joiner what each of them committed too."""
         view = self._views.view
         if view is None:
             return []
         if term == self._election.term:
             self._followers.add(peer)
-        if number >= view.number:
+        if number >= view.number or self.on_its_way(peer, number, now):
             return []
         joins = any(one.peer == peer for one in view.joining)
-        return [Send(peer, one) for one in self._views.certified(number, commits=joins)]
+        lacking = self._views.certified(number, commits=joins)
+        if lacking:
+            self._shown[peer] = view.number, 0, now
+        return [Send(peer, one) for one in lacking]
+
+    def lost(self, peer: Peer) -> None:
+        """Of the newest view it has the proof alone: the proposal has not come."""
+        if peer in self._shown and self._shown[peer][1]:
+            del self._shown[peer]
+
+    def on_its_way(self, peer: Peer, number: int, now: float) -> bool:
+        """`peer` says that it holds view `number`. It was sent the newest within a beat: the two may have crossed."""
+        view, (shown, least, at) = self._views.view, self._shown.get(peer, (0, 0, -math.inf))
+        return view is not None and least <= number < view.number == shown and now - at < self._settings.heartbeat_s
 
     def forgive(self, gap_s: float, now: float) -> None:
         """This process was stopped for `gap_s`: nobody's silence in that time counts."""
@@ -96,7 +113,7 @@ class Replication:
     def beat(self, now: float, agreed: bool = False) -> list[Command]:
         """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading unless a quorum is in touch."""
         views, election = self._views, self._election
-        self.beat_at = now + self._settings.heartbeat_s
+        self.beat_at = now + pause_s(self._settings.heartbeat_s, len(self._everyone()))
         alive = {peer for peer, at in self.heard.items() if now - at < self._settings.heartbeat_timeout_s} | {
             self._name
         }
@@ -126,6 +143,8 @@ class Replication:
             return []
         assert self._views.accepted is not None
         self._views.agree(self._views.accepted, Proof(self._name, tuple(self._acceptances.values())))
+        number = self._views.accepted.view.number
+        self._shown = dict.fromkeys(self._views.others(), (number, number - 1, now))
         return self.beat(now, agreed=True)
 
     def _again(self) -> list[Command]:

@@ -14,6 +14,7 @@ from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
 from shoal.core.messages import Command, Find, Heartbeat, LineMeasured, Note, Peer, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
+from shoal.core.timers import pause_s
 from shoal.core.transfer.transfer import StateTransfer
 
 
@@ -38,7 +39,7 @@ class HeartbeatSender:
     def beat(self, departure: Departure, known: tuple[Peer, ...], now: float) -> list[Command]:
         """Report to the leader; if none is heard, ask the members and the `known` peers for a newer view."""
         self._server.changed = False
-        self.beat_at = now + self._settings.heartbeat_s
+        self.beat_at = now + pause_s(self._settings.heartbeat_s, len(self._roster.present))
         if self._roster.view is None or self._roster.outside or departure.finished:
             return []
         if self._silent(1, now):
@@ -49,8 +50,8 @@ class HeartbeatSender:
             commands += self._leader_role.tell(departure.notice(now), now)
         return commands
 
-    def state(self) -> Heartbeat:
-        """What the leader learns of this peer."""
+    def state(self, lacks: bool = False) -> Heartbeat:
+        """What the leader learns of this peer. `lacks`: the view that the leader has just named."""
         server = self._server
         return Heartbeat(
             term=self._register.term,
@@ -71,6 +72,7 @@ class HeartbeatSender:
             down_kBps=self.line.down_kBps,
             gradient=server.gradient,
             tensor_bytes=server.tensor_bytes,
+            lacks=lacks,
         )
 
     def _silent(self, silences: float, now: float) -> bool:
