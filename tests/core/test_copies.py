@@ -357,3 +357,19 @@ def test_a_stage_without_replicas_is_asked_of_the_others_at_once() -> None:
     play = Play(msgspec.structs.replace(JOINING, members=(Member("a", 0), Member("z", 0))), BORROWER)
     play.failed(play.task(RunCopy))
     assert {peer for peer, request in play.sent(StateRequest) if request.shard == FROZEN} == {"a", "z"}
+
+
+def test_a_shards_chunk_that_may_still_wait_for_a_line_is_not_sent_twice() -> None:
+    play = Play()
+    play.hear("a", StateRequest(0, 0, 5, "shard"))
+    play.done(play.task(OfferShard), manifest=MANIFEST)
+    for again, read in ((False, True), (True, False), (True, False), (True, True), (False, True)):
+        play.hear("a", ChunkRequest(0, 5, 0, 1, "shard", again))
+        assert any(isinstance(one, Do) for one in play.said) is read
+        if read:
+            play.done(play.task(ReadShard))
+    play.transfer.on_unreachable("a")
+    play.hear("a", ChunkRequest(0, 5, 0, 1, "shard", True))
+    assert play.task(ReadShard).chunk == 1
+    play.hear("a", ChunkRequest(0, 5, 0, 1, "shard", False))
+    assert not play.said, "it is being read"

@@ -183,6 +183,25 @@ def test_a_late_chunk_is_taken_once_and_from_whom_it_was_asked() -> None:
     assert not [c for c in play.said if isinstance(c, Do)], "it is here"
 
 
+def test_what_is_asked_for_again_says_so_and_its_time_counts_from_the_first_request() -> None:
+    """Measured from the last request, chunks that took 16 s of a line seemed to take 3, and were asked for after 12 again."""
+    play = alone()
+    assert [ask.again for _, ask in play.sent(ChunkRequest)] == [False, False]
+    for _ in range(2):
+        play.wait((play.transfer.deadline or 0.0) - play.now)
+        play.wait((play.transfer.deadline or 0.0) - play.now)
+        play.offer("b")
+        assert [ask.again for _, ask in play.sent(ChunkRequest)] == [True, True]
+    assert play.now == 13.0  # 4 and 8 s, and half a second each until an offer is asked for
+    play.whole("b", 0)
+    play.whole("b", 1)
+    assert [ask.again for _, ask in play.sent(ChunkRequest)] == [False]
+    play.wait(51.0)
+    assert not play.said, "13 s are usual now"
+    play.wait(1.5)
+    assert [command for command in play.said if isinstance(command, Note)]
+
+
 def test_a_silent_donor_is_waited_for_twice_as_long_each_time() -> None:
     play = alone()
     waited = []
@@ -322,6 +341,32 @@ def test_of_all_that_was_wanted_during_a_build_only_the_newest_is_built(ends: ty
     assert (play.server.stage, play.server.epoch, play.server.digest) == (0, 3, "new")
     play.view(msgspec.structs.replace(view, number=view.number + 4, epoch=4, joining=(Member("me", 1),)))
     assert play.task(Init).stage == 1, "nothing is under way any more"
+
+
+def reads(play: Play, chunk: int, *, again: bool, peer: str = "x") -> bool:
+    """Whether the donor reads that chunk for it; then it is sent."""
+    play.hear(peer, ChunkRequest(epoch=0, step=5, stage=1, chunk=chunk, again=again))
+    asked = any(isinstance(one, Do) for one in play.said)
+    if asked:
+        play.done(play.task(ReadChunk))
+        assert [to for to, _ in play.sent(Chunk)] == [peer]
+    return asked
+
+
+def test_a_chunk_that_may_still_wait_for_a_line_is_not_sent_twice() -> None:
+    """14 were sent where 3 were needed, on the only donor's line of 3 MB/s, behind which the run's tensors stood."""
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    ask(play, "y")
+    assert reads(play, 0, again=True), "as when the first request was lost"
+    assert not reads(play, 0, again=True) and not reads(play, 0, again=True)
+    assert reads(play, 0, again=True), "it has waited for long: it may be lost after all"
+    assert not reads(play, 0, again=True)
+    assert reads(play, 0, again=False), "it was here, and was no use"
+    assert reads(play, 1, again=True) and reads(play, 0, again=True, peer="y")
+    play.transfer.on_unreachable("x")
+    assert reads(play, 1, again=True) and not reads(play, 0, again=True, peer="y")
 
 
 def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old_one() -> None:

@@ -1004,13 +1004,14 @@ class Offer(Wire, frozen=True):
 
 
 class ChunkRequest(Wire, frozen=True):
-    """Joiner to replica: send that chunk of the state. Answer: Chunk."""
+    """Joiner to replica: send that chunk of the state. Answer: Chunk. `again`: I have asked you for it before, and it has not come."""
 
     epoch: Count
     step: Count
     stage: Stage
     chunk: Index
     shard: Digest = ""
+    again: bool = False
 
 
 class Chunk(Wire, frozen=True):

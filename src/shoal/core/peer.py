@@ -233,6 +233,7 @@ class PeerMachine:
             case Unreachable():
                 self.leader_role.doubt(event.peer, now)
                 self.server.on_unreachable(event.peer)
+                self.transfer.on_unreachable(event.peer)
                 return self.trainer.on_unreachable(event.peer, now)
             case Found():
                 return self.admission.on_found(event.peers) + self.relay.on_found(event.peers)

@@ -41,6 +41,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, drop
 from shoal.core.transfer.download import DONORS, Downloader, Shard, Target
+from shoal.core.transfer.given import Given
 
 if TYPE_CHECKING:
     from random import Random
@@ -72,6 +73,7 @@ class ShardDonor:
         self._manifests: dict[Key, Manifest] = {}
         self._offering: dict[str, tuple[Key, list[tuple[Peer, StateRequest]]]] = {}  # by task
         self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
+        self.given = Given()
 
     def on_state_request(self, peer: Peer, request: StateRequest) -> list[Command]:
         key = request.since, request.stage, request.shard
@@ -92,8 +94,12 @@ class ShardDonor:
         manifest = self._manifests.get((request.step, request.stage, request.shard))
         if manifest is None or request.chunk >= len(manifest.sizes):
             return [Send(peer, _chunk(request, gone=True))]
-        running = [one for reader, one in self._reading.values() if reader == peer]
-        if request in running or len(running) >= READS_AT_ONCE:
+        running = [
+            msgspec.structs.replace(one, again=False) for reader, one in self._reading.values() if reader == peer
+        ]
+        if msgspec.structs.replace(request, again=False) in running or len(running) >= READS_AT_ONCE:
+            return []
+        if self.given.comes(peer, request):
             return []
         task = self._id()
         self._reading[task] = peer, request
@@ -109,6 +115,7 @@ class ShardDonor:
             return [Send(peer, _offer(request, manifest)) for peer, request in waiting]
         if done.id in self._reading:
             peer, request = self._reading.pop(done.id)
+            self.given.send(peer, request)
             return [Send(peer, _chunk(request), (done.id,)), Drop((done.id,))]
         return []
 

@@ -28,6 +28,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.server.server import Server
+from shoal.core.transfer.given import Given
 
 READS_AT_ONCE = 8  # for one joiner; requests beyond that are not answered
 
@@ -44,6 +45,7 @@ class Donor:
         self._takers: set[Peer] = set()  # joiners that the copy was offered to
         self._waiting: dict[Peer, StateRequest] = {}  # for the export to end
         self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
+        self.given = Given()
 
     def on_view(self, view: View) -> None:
         self._view = view
@@ -52,7 +54,7 @@ class Donor:
 
     def forget(self) -> None:
         """The state held here is replaced, and its copy with it."""
-        self._copy, self._manifest, self._takers = None, None, set()
+        self._copy, self._manifest, self._takers, self.given = None, None, set(), Given()
 
     def on_state_request(self, peer: Peer, request: StateRequest) -> list[Command]:
         """Offer the copy if it is new enough; export a new one if no peer needs the old one any more."""
@@ -84,8 +86,8 @@ class Donor:
             return []
         if manifest is None or not held or request.chunk >= len(manifest.sizes):
             return [Send(peer, _chunk(request, gone=True))]
-        running = [one for reader, one in self._reading.values() if reader == peer]
-        if request in running or len(running) >= READS_AT_ONCE:
+        running = [one.chunk for reader, one in self._reading.values() if reader == peer]
+        if request.chunk in running or len(running) >= READS_AT_ONCE or self.given.comes(peer, request):
             return []
         task = self._id()
         self._reading[task] = (peer, request)
@@ -103,6 +105,7 @@ class Donor:
             ]
         if done.id in self._reading:
             peer, request = self._reading.pop(done.id)
+            self.given.send(peer, request)
             return [Send(peer, _chunk(request, urgent=self._server.hurries(peer)), (done.id,)), Drop((done.id,))]
         return []
 

@@ -84,7 +84,9 @@ class Download(msgspec.Struct):
     have: set[int]
     donors: dict[Peer, None] = {}
     open: dict[int, tuple[Peer, float]] = {}
-    given_up: dict[tuple[int, Peer], float] = {}  # when that chunk was requested of that peer, which may still send it
+    given_up: dict[
+        tuple[int, Peer], float
+    ] = {}  # when that chunk was first requested of that peer, which may still send it
     checking: dict[str, tuple[int, Peer]] = {}
 
     def holds(self, chunk: int) -> bool:
@@ -219,6 +221,7 @@ class Downloader:
             if late is None or not usable:
                 return unused
             requested_at = late
+        requested_at = min(requested_at, current.given_up.pop((chunk.chunk, peer), requested_at))
         current.open.pop(chunk.chunk, None)
         current.wanted = [number for number in current.wanted if number != chunk.chunk]
         self._usual.add(now - requested_at)
@@ -266,7 +269,8 @@ class Downloader:
                 chunk = current.wanted.pop(0)
                 current.open[chunk] = donor, now
                 busy += 1
-                request = ChunkRequest(target.epoch, current.step, current.stage, chunk, target.shard)
+                again = (chunk, donor) in current.given_up
+                request = ChunkRequest(target.epoch, current.step, current.stage, chunk, target.shard, again)
                 commands.append(Send(donor, request))
         self._watch(now)
         return commands
@@ -317,7 +321,8 @@ class Downloader:
         self._shunned.add(peer)
         lost = [chunk for chunk, (donor, _) in current.open.items() if donor == peer]
         for chunk in lost:
-            current.given_up[chunk, peer] = current.open.pop(chunk)[1]
+            requested_at = current.open.pop(chunk)[1]
+            current.given_up.setdefault((chunk, peer), requested_at)
         current.wanted = sorted({*current.wanted, *lost})
         have = f"{len(current.have)} of {len(current.manifest.sizes)} chunks are here"
         lent = self.target is not None and self.target.shard == FROZEN

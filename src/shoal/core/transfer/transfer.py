@@ -266,6 +266,11 @@ class StateTransfer:
                 return self._shards.on_chunk_request(peer, message)
         return []
 
+    def on_unreachable(self, peer: Peer) -> None:
+        """What was on its way there is lost."""
+        self._donor.given.on_unreachable(peer)
+        self._shards.given.on_unreachable(peer)
+
     def on_done(self, done: Done, now: float) -> list[Command]:
         commands = self.copier.on_done(done, now)
         if commands is not None:
