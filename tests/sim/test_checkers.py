@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from shoal.core import messages as m
+from shoal.sim import liveness
 from shoal.sim.checkers import Watch, contents
+from shoal.sim.swarm import simulate
 from shoal.sim.tasks.storage import short
 from shoal.sim.tasks.task_runner import Reduced, World
 
@@ -297,3 +299,9 @@ def test_a_run_or_a_member_that_never_finishes_is_caught() -> None:
     watch.agreed("a", a_last_view())
     watch.end(finished=("a", "b"), alive=("c", "d"))
     assert violations(watch) == {"progress"}
+
+
+def test_what_members_of_the_last_view_still_hold_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "MOST_BLOBS", -1)
+    outcome = simulate("calm", 3)
+    assert outcome.committed and {one.checker for one in outcome.violations} == {"leak"}

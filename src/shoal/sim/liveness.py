@@ -43,15 +43,17 @@ class Liveness:
         for node in self.veterans:
             if node.mask is not None or (self._strangers is not None and self._strangers.excused(node)):
                 continue
-            listed_s = self._listed_s.get(node.name, 0.0)  # it may have been left out since, for a narrow line
-            undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s, listed_s)
+            undisturbed_s = timeline.over_s - max(timeline.healed_s, node.process.born_s)
             barred_s = pause_s(newest.evicted, node.name, context.settings)  # two may not have reached it
             if undisturbed_s < HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 continue
             if node.condition.leaving:
                 self._check_leaver(node.name, newest)
                 continue
-            if node.name not in known:
+            out_s = timeline.over_s - self._listed_s.get(
+                node.name, 0.0
+            )  # it may have been left out of late, for a narrow line
+            if node.name not in known and out_s >= HOME_BEATS * context.settings.heartbeat_s + barred_s:
                 text = f"lives since {node.process.born_s:.0f} s and is no member of {progress(newest)}"
                 context.watch.report(node.name, "home", text)
             blobs = sorted(node.runner.blobs)
