@@ -32,7 +32,7 @@ from shoal.core.messages import (
     View,
 )
 from shoal.core.replica_state import ReplicaState
-from shoal.core.timers import CROWD, RARER, pause_s
+from shoal.core.timers import CROWD, RARER, beat_s
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.swarm import Swarm
 
@@ -87,7 +87,7 @@ def test_a_view_goes_to_each_peer_once_where_nothing_is_lost() -> None:
 def test_a_view_whose_proof_was_lost_is_sent_again_after_a_beat_to_a_joiner_that_was_sent_no_proposal_at_once(
     votes: bool,
 ) -> None:
-    register, beat_s = Register("a", SETTINGS, random.Random(1)), SETTINGS.heartbeat_s
+    register, once_s = Register("a", SETTINGS, random.Random(1)), SETTINGS.heartbeat_s
     other = (Member("b", 0, since=1),)
     first = View(number=1, step=0, members=(Member("a", 0), *other * votes), joining=other * (not votes), founder="a")
     register.found(first, 0.0)
@@ -100,16 +100,16 @@ def test_a_view_whose_proof_was_lost_is_sent_again_after_a_beat_to_a_joiner_that
     replication.lost("b")
     assert bool(register.repair("b", 1, 1, 1.2)) is votes, "it has the proof, and lacks the proposal"
     assert register.repair("b", 1, 1, 1.3) == []
-    assert register.repair("b", 1, 1, 1.3 + beat_s)
-    assert register.repair("b", 1, 1, 1.4 + beat_s) == [], "the last one may have crossed that word"
+    assert register.repair("b", 1, 1, 1.3 + once_s)
+    assert register.repair("b", 1, 1, 1.4 + once_s) == [], "the last one may have crossed that word"
     replication.lost("b")
-    assert register.repair("b", 1, 1, 1.4 + beat_s) == [], "all of it is on its way"
-    assert register.repair("b", 1, 2, 2.0 + 2 * beat_s) == []
+    assert register.repair("b", 1, 1, 1.4 + once_s) == [], "all of it is on its way"
+    assert register.repair("b", 1, 2, 2.0 + 2 * once_s) == []
 
 
 def test_in_larger_runs_heartbeats_come_more_rarely_and_before_anybody_is_called_silent() -> None:
-    assert pause_s(0.5, 2) == pause_s(0.5, CROWD) == 0.5
-    assert 0.5 < pause_s(0.5, CROWD + 10) < pause_s(0.5, 2 * CROWD) == pause_s(0.5, 10_000) == 1.0
+    assert beat_s(0.5, 2) == beat_s(0.5, CROWD) == 0.5
+    assert 0.5 < beat_s(0.5, CROWD + 10) < beat_s(0.5, 2 * CROWD) == beat_s(0.5, 10_000) == 1.0
     assert RARER < min(jams.FRESH_BEATS, removal.DOUBT_BEATS, facts.QUIET_BEATS)
 
 

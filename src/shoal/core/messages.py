@@ -586,9 +586,8 @@ class Gradient(Wire, frozen=True):
     nbytes: Count = 0
 
 
-AUDIT_CALL = (
-    1 << 16
-)  # the first `call` of a TensorRequest for an audit: answered with the tensor, though it was sent for a hop before
+# The first `call` of a TensorRequest for an audit: answered with the tensor, though it was sent for a hop before
+AUDIT_CALL = 1 << 16
 
 
 class BoundaryTensor(Wire, frozen=True):

@@ -13,7 +13,7 @@ CROWD = 50  # members and joiners, from which on heartbeats come more rarely,
 RARER = 2.0  # up to so many times as far apart: the leader's rules know nobody silent before 2.5 beats (FRESH_BEATS)
 
 
-def pause_s(heartbeat_s: float, peers: int) -> float:
+def beat_s(heartbeat_s: float, peers: int) -> float:
     """Between two heartbeats of a peer, and two of its leader, in a run of so many: its leader handles each of them."""
     return heartbeat_s * min(max(peers / CROWD, 1.0), RARER)
 

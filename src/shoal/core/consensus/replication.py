@@ -15,7 +15,7 @@ import msgspec
 from shoal.core.consensus.agreed import AgreedViews
 from shoal.core.consensus.election import Election
 from shoal.core.messages import Accept, Command, Entry, Lead, Member, Peer, Proof, Propose, Send, Settings, Signed, View
-from shoal.core.timers import pause_s
+from shoal.core.timers import beat_s
 
 
 def peers_of(members: Iterable[Member]) -> tuple[Peer, ...]:
@@ -113,7 +113,7 @@ class Replication:
     def beat(self, now: float, agreed: bool = False) -> list[Command]:
         """Send heartbeats, with the proof of the newest view if it was just `agreed`; stop leading unless a quorum is in touch."""
         views, election = self._views, self._election
-        self.beat_at = now + pause_s(self._settings.heartbeat_s, len(self._everyone()))
+        self.beat_at = now + beat_s(self._settings.heartbeat_s, len(self._everyone()))
         alive = {peer for peer, at in self.heard.items() if now - at < self._settings.heartbeat_timeout_s} | {
             self._name
         }

@@ -14,7 +14,7 @@ from shoal.core.member.leader_role import LeaderRole
 from shoal.core.member.roster import Roster
 from shoal.core.messages import Command, Find, Heartbeat, LineMeasured, Note, Peer, Send, Settings, VoteRequest
 from shoal.core.server.server import Server
-from shoal.core.timers import pause_s
+from shoal.core.timers import beat_s
 from shoal.core.transfer.transfer import StateTransfer
 
 
@@ -39,7 +39,7 @@ class HeartbeatSender:
     def beat(self, departure: Departure, known: tuple[Peer, ...], now: float) -> list[Command]:
         """Report to the leader; if none is heard, ask the members and the `known` peers for a newer view."""
         self._server.changed = False
-        self.beat_at = now + pause_s(self._settings.heartbeat_s, len(self._roster.present))
+        self.beat_at = now + beat_s(self._settings.heartbeat_s, len(self._roster.present))
         if self._roster.view is None or self._roster.outside or departure.finished:
             return []
         if self._silent(1, now):

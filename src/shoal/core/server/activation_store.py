@@ -326,9 +326,8 @@ class ActivationStore:
         audited = message.call >= AUDIT_CALL
         answered = self._sent.get(key, {}).get((peer, audited))
         if answered is not None and 0 < message.call - answered <= (SAID if audited else 1):
-            return [
-                Send(peer, TensorPending(message.epoch, *key, self.size(key)))
-            ]  # it waits for a line, as a second copy would
+            # It waits for a line, as a second copy would
+            return [Send(peer, TensorPending(message.epoch, *key, self.size(key)))]
         return self.send(peer, key, message.call)
 
     def on_coming(self, peer: Peer, message: TensorPending, now: float) -> list[Command]:

@@ -41,7 +41,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import TEXT, drop
 from shoal.core.transfer.download import DONORS, Downloader, Shard, Target
-from shoal.core.transfer.given import Given
+from shoal.core.transfer.given import Given, chunk_key
 
 if TYPE_CHECKING:
     from random import Random
@@ -94,12 +94,8 @@ class ShardDonor:
         manifest = self._manifests.get((request.step, request.stage, request.shard))
         if manifest is None or request.chunk >= len(manifest.sizes):
             return [Send(peer, _chunk(request, gone=True))]
-        running = [
-            msgspec.structs.replace(one, again=False) for reader, one in self._reading.values() if reader == peer
-        ]
-        if msgspec.structs.replace(request, again=False) in running or len(running) >= READS_AT_ONCE:
-            return []
-        if self.given.comes(peer, request):
+        running = [chunk_key(peer, one) for reader, one in self._reading.values() if reader == peer]
+        if chunk_key(peer, request) in running or len(running) >= READS_AT_ONCE or self.given.comes(peer, request):
             return []
         task = self._id()
         self._reading[task] = peer, request

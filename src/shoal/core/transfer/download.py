@@ -86,7 +86,7 @@ class Download(msgspec.Struct):
     open: dict[int, tuple[Peer, float]] = {}
     given_up: dict[
         tuple[int, Peer], float
-    ] = {}  # when that chunk was first requested of that peer, which may still send it
+    ] = {}  # when that chunk was requested first of that peer, which may send it yet
     checking: dict[str, tuple[int, Peer]] = {}
 
     def holds(self, chunk: int) -> bool:

@@ -17,7 +17,7 @@ class Given:
         self._repeats: dict[tuple[Peer, int, int, str, int], int] = {}  # since it was sent, the oldest first
 
     def send(self, peer: Peer, request: ChunkRequest) -> None:
-        key = _key(peer, request)
+        key = chunk_key(peer, request)
         self._repeats.pop(key, None)
         self._repeats[key] = 0
         if len(self._repeats) > MOST:
@@ -25,7 +25,7 @@ class Given:
 
     def comes(self, peer: Peer, request: ChunkRequest) -> bool:
         """It was sent and is thought to be on its way."""
-        key = _key(peer, request)
+        key = chunk_key(peer, request)
         repeats = self._repeats.get(key, WAITED)
         if not request.again or repeats >= WAITED:
             return False
@@ -37,5 +37,6 @@ class Given:
         self._repeats = {key: repeats for key, repeats in self._repeats.items() if key[0] != peer}
 
 
-def _key(peer: Peer, request: ChunkRequest) -> tuple[Peer, int, int, str, int]:
+def chunk_key(peer: Peer, request: ChunkRequest) -> tuple[Peer, int, int, str, int]:
+    """The same however often it is asked for."""
     return peer, request.step, request.stage, request.shard, request.chunk
