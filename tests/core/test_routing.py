@@ -402,6 +402,29 @@ def test_every_owner_meets_every_replica_and_their_turns_are_even(owners: int, r
     assert all(len(each) == replicas for each in met.values()) and len(set(count.values())) == 1
 
 
+def test_the_turns_of_the_dead_are_given_to_those_who_stay_and_theirs_remain() -> None:
+    """They were dealt out anew, so that one had twice as much of the step as others, or one had all of the dead's."""
+    everybody = tuple(Member(peer, 0) for peer in "abcd")
+    routes = Routes(msgspec.structs.replace(SETTINGS, microbatches=40), Random(0))
+    routes.on_view(everybody, 0.0)
+
+    def turns() -> list[str]:
+        return [(routes.choose(0, 0.0, index=index) or ("", ""))[0] for index in range(40)]
+
+    def without(*dead: str) -> list[str]:
+        routes.on_view(tuple(one for one in everybody if one.peer not in dead), 0.0, begins=False)
+        return turns()
+
+    first, second, last = turns(), without("b"), without("b", "c")
+    for dead, before, after in (("b", first, second), ("c", second, last)):
+        pairs = list(zip(before, after, strict=True))
+        assert all(old == new for old, new in pairs if old != dead)
+        given = Counter(new for old, new in pairs if old == dead)
+        assert set(given) == set(after) and max(given.values()) - min(given.values()) <= 1, given
+    routes.on_view(everybody, 0.0)
+    assert turns() == first, "a new step begins"
+
+
 def test_what_a_trainer_has_at_a_replica_does_not_make_it_slow() -> None:
     """Two equal replicas: one answered when nothing was there before, the other behind four hops of this trainer."""
     routes = some_routes("a", "b")

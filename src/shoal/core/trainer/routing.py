@@ -49,12 +49,15 @@ class Routes:
         self._wirings = [Wiring(self._planned.get(stage, COLD_S), rng) for stage in range(settings.stages)]
         self._at: dict[Peer, tuple[Stage, Replica]] = {}
         self._answers, self._longest_s = 0, 0.0  # of stages that need a tensor; the longest per unit of size
-        self._turns = Turns(settings.stages)
+        self._turns = Turns(settings.stages, settings.microbatches)
 
-    def on_view(self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = ()) -> None:
-        """`new_keys`: those on probation, which get every THIRD microbatch of a stage at most, while another replica does not fail."""
+    def on_view(
+        self, members: tuple[Member, ...], now: float, new_keys: Collection[str] = (), begins: bool = True
+    ) -> None:
+        """`new_keys`: those on probation, which get every THIRD microbatch of a stage at most, while another replica does not fail.
+        `begins`: a step."""
         stage_of = {member.peer: member.stage for member in members}
-        self._turns.on_view(members, new_keys)
+        self._turns.on_view(members, new_keys, begins)
         for peer in [peer for peer, (stage, _) in self._at.items() if stage_of.get(peer) != stage]:
             self._at.pop(peer)[1].serial = -1
         for _, replica in self._at.values():  # what one lacked of those may have been their fault

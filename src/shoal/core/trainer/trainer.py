@@ -109,7 +109,7 @@ class Trainer:
         old, self._view = self._view, view
         members = view.members if view.started and not view.finished else ()
         self._stage_of = {member.peer: member.stage for member in members}
-        self._routes.on_view(members, now, {one.key for one in view.newcomers})
+        self._routes.on_view(members, now, {one.key for one in view.newcomers}, period(old) != period(view))
         self._out += [Note("route", text) for text in self._planned.on_view(members)]
         mine = owned_by(self.name, view) if members else {}
         if period(old) != period(view):

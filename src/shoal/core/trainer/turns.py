@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import cycle
 from math import gcd
 
 from shoal.core.messages import Index, Member, Peer, Stage
@@ -15,7 +16,8 @@ NOBODY: frozenset[Peer] = frozenset()
 
 
 class Turns:
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._microbatches = microbatches
         self._owners = 0
         self._turns: Sequence[Sequence[Peer]] = [
             [] for _ in range(stages)
@@ -25,10 +27,22 @@ class Turns:
             0
         ] * stages  # of the turns, with every round of the owners: so each meets all replicas
 
-    def on_view(self, members: tuple[Member, ...], new_keys: Collection[str]) -> None:
-        self._owners = len(members)
-        stages, self._turns, self._shifts = _of(members, len(self._turns))
+    def on_view(self, members: tuple[Member, ...], new_keys: Collection[str], begins: bool) -> None:
+        """`begins`: a step, or the same once more. Else those who stay keep their turns of it, and the turns of those who have gone are
+        theirs in proportion: what they have done already is as much as these turns say."""
+        stages, turns, shifts = _of(members, len(self._turns))
+        if begins or not self._owners:
+            self._owners, self._turns, self._shifts = len(members), turns, shifts
+        else:
+            most = [self._at(self._microbatches - 1, stage) + 1 for stage in range(len(stages))]
+            self._turns = [
+                _handed_on(tuple(old), new, longest) for old, new, longest in zip(self._turns, turns, most, strict=True)
+            ]
         self._new = [self._newcomers(replicas, new_keys) for replicas in stages]
+
+    def _at(self, index: Index, stage: Stage) -> int:
+        """Which of the stage's turns, counted from the first."""
+        return index + self._shifts[stage] * (index // self._owners)
 
     def _newcomers(self, replicas: Sequence[Peer], new_keys: Collection[str]) -> frozenset[Peer]:
         new = frozenset(peer for peer in replicas if key_of(peer) in new_keys) if new_keys else NOBODY
@@ -43,7 +57,7 @@ class Turns:
         turns, new = self._turns[stage], self._new[stage]
         if not turns:
             return None
-        at = index + self._shifts[stage] * (index // self._owners)
+        at = self._at(index, stage)
         if new:  # those have their even share of all, as far as it is a third
             count = sum(peer in new for peer in turns)
             theirs = index % THIRD == 0 and at // THIRD % len(turns) < THIRD * count
@@ -62,6 +76,19 @@ def _of(
     turns = tuple(tuple(turns_of(each)) for each in replicas)
     shifts = tuple(shift(len(members), len(each)) for each in turns)
     return tuple(tuple(one.peer for one in each) for each in replicas), turns, shifts
+
+
+@lru_cache(maxsize=64)
+def _handed_on(old: tuple[Peer, ...], new: tuple[Peer, ...], longest: int) -> tuple[Peer, ...]:
+    """So many turns as `longest`: the `old` ones, those of who is gone given to the `new` ones, which are repeated. If somebody has come,
+    the new ones alone."""
+    stay, there = set(new), set(old)
+    if not stay <= there or not stay:
+        return new
+    if stay == there:
+        return old
+    given = cycle(new)
+    return tuple(peer if peer in stay else next(given) for peer in (old[at % len(old)] for at in range(longest)))
 
 
 def turns_of(members: list[Member]) -> list[Peer]:
