@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from shoal.core.messages import Member
 from shoal.core.names import THIRD, key_of
 from shoal.core.trainer.routing import Routes
 from shoal.sim.scenarios.catalogue import SCENARIOS
@@ -48,5 +49,9 @@ def test_sybils_add_a_third_at_most(seed: int) -> None:
 def test_they_get_something_and_would_get_more_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(serving >= 2 and added >= 2 for seed in SEEDS for added, _, serving in usual_shares(seed))
     really = Routes.on_view
-    monkeypatch.setattr(Routes, "on_view", lambda self, members, now, new_keys=(): really(self, members, now))
+
+    def nobody_is_new(self: Routes, members: tuple[Member, ...], now: float, new_keys: object, begins: bool) -> None:
+        really(self, members, now, (), begins)
+
+    monkeypatch.setattr(Routes, "on_view", nobody_is_new)
     assert any(added > -(-count // THIRD) for seed in SEEDS for added, count, _ in shares(seed))
