@@ -1,9 +1,13 @@
-"""When a line that sends one transfer after another is busy. For transport/emulated/shaped.py and the planner's model of it."""
+"""When a line that sends one transfer after another is busy. For transport/emulated/shaped.py, the simulator and the planner's model."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable
+
+import msgspec
+
+from shoal.core.messages import PASSED, RANKS
 
 MAX_SPANS = 64  # older spans are forgotten, with the idle time before them
 
@@ -55,3 +59,51 @@ class Inflow:
                 start = at
         arrivals[rank] = now
         return max(self._slots.take(start, seconds), now)
+
+
+class Uplink(msgspec.Struct):
+    """A sender's line, which passes one transfer after the other: those of a higher rank first, but for the turns that lower ones have."""
+
+    bandwidth_Bps: float
+    # When the last blob of each rank has left
+    free_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
+    # What waited of each rank at `then_s`, in seconds of the whole line
+    waiting_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
+    then_s: float = 0.0
+
+    def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
+        """When `seconds` of that rank will have left, as transport/streams/send_queue.py sends them."""
+        waiting = self.waiting_s
+        if now > self.then_s:
+            if max(waiting) > 0:
+                self._advance(now)
+            self.then_s = now
+        waiting[rank] += seconds
+        taken = waiting[rank]
+        taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
+        lower_s = 0.0
+        for lower in range(rank + 1, RANKS):
+            if waits_s := waiting[lower]:
+                turns_s = taken / PASSED[lower]
+                lower_s += waits_s if waits_s < turns_s else turns_s
+        left = now + (taken + lower_s)
+        if left < self.free_s[rank]:
+            return self.free_s[rank]
+        self.free_s[rank] = left
+        return left
+
+    def _advance(self, now: float) -> None:
+        """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
+        waiting, left = self.waiting_s, now - self.then_s
+        while left > 0 and (ranks := [rank for rank, waits_s in enumerate(waiting) if waits_s]):
+            if len(ranks) == 1:  # as mostly: it has the whole line
+                rest = waiting[ranks[0]] - left
+                waiting[ranks[0]] = rest if rest > 1e-9 else 0.0
+                return
+            shares = [1.0, *(1 / PASSED[rank] for rank in ranks[1:])]
+            whole = sum(shares)
+            step = min(left, *(waiting[rank] * whole / share for rank, share in zip(ranks, shares, strict=True)))
+            for rank, share in zip(ranks, shares, strict=True):
+                rest = waiting[rank] - step * share / whole
+                waiting[rank] = rest if rest > 1e-9 else 0.0
+            left -= step

@@ -313,4 +313,4 @@ def test_after_a_move_steps_are_as_long_as_by_message() -> None:
             composition[job.seats.seated[int(one.peer[1 : one.peer.index(".")])]] = one.stage
         assert (composition != np.array(job.stage_of)).sum() == 1
     step = Played(job)(composition)
-    assert step is not None and step.step_s == pytest.approx(fmean(exact_s), rel=0.03)
+    assert step is not None and step.step_s == pytest.approx(fmean(exact_s), rel=0.05)

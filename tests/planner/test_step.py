@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.core.messages import PASSED, TURNS
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction import averaging, play
 from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.play import Play
-from shoal.planner.prediction.seats import Seats, handed_bytes, request_bytes
+from shoal.planner.prediction.seats import Seats, handed_bytes, paced, request_bytes
 from shoal.planner.prediction.step import Step, predict, rough_s, weighted
 
 
@@ -310,10 +311,12 @@ def test_a_gradient_leaves_before_tensors_that_wait_and_they_leave_later_by_its_
         np.zeros((2, 2)),
         np.full((2, 2), 1e12),
     )
-    lines = Lines(cluster)
-    assert [lines.leave(0, 1, 1e6, 0.0) for _ in range(2)] == pytest.approx([1.0, 2.0])
-    assert lines.leave(0, 1, 1e6, 0.5, first=True) == pytest.approx(1.5)
-    assert lines.leave(0, 1, 1e6, 0.6) == pytest.approx(4.0) and lines.free(0) == pytest.approx(4.0)
+    lines = Lines(cluster, np.random.default_rng(0), 0.1)
+    assert [lines.leave(0, 1, 1e6, 0.0, rank=2) for _ in range(2)] == pytest.approx([1.0, 2.0])
+    assert lines.leave(0, 1, 1e6, 0.5, rank=0) == pytest.approx(1.5 + 1 / PASSED[2])
+    assert lines.leave(0, 1, 1e6, 0.6, rank=2) == pytest.approx(4.0) and lines.free(0) == pytest.approx(4.0)
+    in_order = Lines(cluster)
+    assert [in_order.leave(0, 1, 1e6, 0.0, rank) for rank in (2, 0)] == pytest.approx([1.0, 2.0]), "as shaped.py does"
 
 
 def test_an_encoded_gradient_is_averaged_in_as_many_slices_as_it_has_values() -> None:
@@ -335,3 +338,39 @@ def test_who_serves_another_stage_than_its_seats_owns_after_the_others() -> None
     played.run(24, 0.0)
     first = {bar.microbatch: bar.device for bar in reversed(played.bars) if bar.forward and bar.stage == 0}
     assert [first[index] for index in range(4)] == [0, 2, 0, 2]
+
+
+def test_a_step_that_a_leader_begins_runs_its_oldest_hops_first_once_all_have_applied() -> None:
+    """Requests come while the optimizer works. Whichever came first began before, and a step's whole order followed from it."""
+    given = seats((0, 0, 1, 1), leader=0, applied_s=0.5, microbatches=8, boundary_bytes=8e3)
+    play = Play(given, lines(4), np.random.default_rng(0), spread=0.01)
+    end_s = play.run(8, 0.0)
+    for device in (0, 1):
+        own = sorted((bar for bar in play.bars if bar.device == device), key=lambda bar: bar.start_s)
+        assert own[0].start_s == pytest.approx(0.5 + 0.05 * device, abs=0.002)
+        forwards = [bar.microbatch for bar in own if bar.forward]
+        assert forwards == sorted(forwards) and len(forwards) == 4
+    assert play.view_s == pytest.approx(0.5 + 2 * 0.05)
+    known_s = [bar.end_s + 0.05 * (bar.device != 0) for bar in play.bars]
+    assert end_s == pytest.approx(max(known_s)), "a booking at the leader is known at once"
+
+
+@pytest.mark.parametrize("leader", [0, 1])
+def test_a_leader_begins_a_round_a_delay_before_the_others_and_knows_of_its_own_end_at_once(leader: int) -> None:
+    """One line of two is narrow. Whoever has it begins sooner, or whoever waits for it is the leader: either way a delay less."""
+    cluster = lines(2, delay_s=0.5)
+    narrow = msgspec.structs.replace(cluster.devices[0], up_Bps=1e6)
+    cluster = msgspec.structs.replace(cluster, devices=(narrow, cluster.devices[1]))
+    given = seats((0, 0), gradient_bytes=(4e6,))
+    led = msgspec.structs.replace(given, leader=leader)
+    assert averaging.averaging(led, cluster)[0] == pytest.approx(averaging.averaging(given, cluster)[0] - 0.5)
+
+
+def test_a_rate_counts_as_far_as_its_replica_books() -> None:
+    """The quick replica waits for most of a step: the leader is not shown that it could do more (leader/rules/lines.py)."""
+    given = seats((0, 0, 0, 1), forward_s=(0.2, 0.2, 0.05, 0.2), backward_s=(0.4, 0.4, 0.1, 0.4))
+    rates = (250_000,) * 4
+    assert paced(given, rates).turns == (TURNS // 4, TURNS // 4, TURNS, TURNS)
+    assert paced(given, rates, microbatches_s=4.0).turns == paced(given, rates).turns
+    idle = paced(given, rates, microbatches_s=40.0).turns
+    assert idle == (TURNS,) * 4

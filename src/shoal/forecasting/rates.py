@@ -136,7 +136,7 @@ class Played:
             return later
         slots = list(range(len(stage_of)))
         seats, cluster = measured(job.seats, job, job.machines.kind_of), job.machines.cluster(slots)
-        seats = msgspec.structs.replace(seats, turns=())
+        seats = msgspec.structs.replace(seats, turns=(), leader=min(seats.members))
         if job.stages == 1:
             seats = msgspec.structs.replace(seats, line_rates=job.seats.line_rates)
         plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
@@ -161,8 +161,12 @@ class Played:
             seats = seats_of(job, [kind for _, _, kind in key], tuple(stage for _, stage, _ in key))
             unseated = tuple(device for device, (moved, _, _) in enumerate(key) if moved)
             seats = msgspec.structs.replace(seats, unseated=unseated)
+        seats = msgspec.structs.replace(seats, leader=min(seats.members, key=slots.__getitem__))  # as crew.py elects
         cluster = job.machines.cluster(slots)
         step, microbatches_s = _plays(seats, cluster)
+        seats, before = paced(seats, seats.line_rates, microbatches_s), seats
+        if seats.turns != before.turns:
+            step, microbatches_s = _plays(seats, cluster)
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         compute = self._rates.of_stages(self._rates.compute, composition, job.stages)
@@ -223,7 +227,8 @@ def measured(seats: Seats, job: Job, kinds: Sequence[int]) -> Seats:
         members, lines = seats.members, [line_rate(job.machines.kinds[kind]) for kind in kinds]
         known = dict(zip(members, believed([lines[device] for device in members]), strict=True))
         rates = tuple(known.get(device, 0) for device in range(len(kinds)))
-    return paced(msgspec.structs.replace(seats, line_rates=rates), rates)
+    applied_s = APPLIED * job.round_s + seats.updating_s
+    return paced(msgspec.structs.replace(seats, line_rates=rates, applied_s=applied_s), rates)
 
 
 class Aggregated:
@@ -319,7 +324,7 @@ class Aggregated:
         job = self._job
         kinds = [job.machines.kind_of[slot] for slot in slots]
         seats = msgspec.structs.replace(
-            seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches
+            seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches, leader=0
         )
         machines = job.machines.cluster(slots)
         _, microbatches_s = _plays(seats, machines)

@@ -16,9 +16,10 @@ from random import Random
 
 import msgspec
 
-from shoal.core.messages import PASSED, RANKS, Message, Peer
+from shoal.core.messages import RANKS, Message, Peer
 from shoal.sim.lines import Downlinks, Wire
 from shoal.sim.scenarios.scenario import Messages, Scenario
+from shoal.slots import Uplink
 
 CLEAN = Messages()
 NEAR_S, FAR_S = (0.001, 0.01), (0.04, 0.16)  # delays within a region and between two
@@ -39,36 +40,7 @@ class SimulatedLink(msgspec.Struct):
     last_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * (1 + RANKS))  # control, then bulk by rank
 
 
-class SimulatedUplink(msgspec.Struct):
-    bandwidth_Bps: float
-    # When the last blob of each rank has left
-    free_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
-    # What waited of each rank at `then_s`, in seconds of the whole line
-    waiting_s: list[float] = msgspec.field(default_factory=lambda: [0.0] * RANKS)
-    then_s: float = 0.0
-
-    def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
-        """When `seconds` of that rank will have left: after what waits and goes first, but for the turns that lower ranks have
-        (transport/streams/send_queue.py)."""
-        waiting = self.waiting_s
-        if now > self.then_s:
-            if max(waiting) > 0:
-                self._advance(now)
-            self.then_s = now
-        waiting[rank] += seconds
-        taken = waiting[rank]
-        taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
-        lower_s = 0.0
-        for lower in range(rank + 1, RANKS):
-            if waits_s := waiting[lower]:
-                turns_s = taken / PASSED[lower]
-                lower_s += waits_s if waits_s < turns_s else turns_s
-        left = now + (taken + lower_s)
-        if left < self.free_s[rank]:
-            return self.free_s[rank]
-        self.free_s[rank] = left
-        return left
-
+class SimulatedUplink(Uplink):
     def withdraw(self, void: Sequence[QueuedBlobs], kept: Sequence[QueuedBlobs], now: float) -> None:
         """Those do not go; these do."""
         self.pass_in_turn(void[0].rank, 0.0, now)
@@ -77,22 +49,6 @@ class SimulatedUplink(msgspec.Struct):
             self.free_s[queued.rank] = now
         for queued in kept:
             self.free_s[queued.rank] = max(self.free_s[queued.rank], queued.left_s)
-
-    def _advance(self, now: float) -> None:
-        """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
-        waiting, left = self.waiting_s, now - self.then_s
-        while left > 0 and (ranks := [rank for rank, waits_s in enumerate(waiting) if waits_s]):
-            if len(ranks) == 1:  # as mostly: it has the whole line
-                rest = waiting[ranks[0]] - left
-                waiting[ranks[0]] = rest if rest > 1e-9 else 0.0
-                return
-            shares = [1.0, *(1 / PASSED[rank] for rank in ranks[1:])]
-            whole = sum(shares)
-            step = min(left, *(waiting[rank] * whole / share for rank, share in zip(ranks, shares, strict=True)))
-            for rank, share in zip(ranks, shares, strict=True):
-                rest = waiting[rank] - step * share / whole
-                waiting[rank] = rest if rest > 1e-9 else 0.0
-            left -= step
 
 
 class QueuedBlobs(msgspec.Struct):

@@ -20,6 +20,7 @@ from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.seats import Seats, line_rates, of_group
 
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
+BEGINS = -1  # no chunk's number
 MOST_VALUES = SLICES * SLICE_VALUES  # of a round that is played, for each replica: more make no difference
 
 
@@ -30,7 +31,8 @@ def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
 
 
 def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]:
-    """When each member, by stage, has all its sums; and what every device sends."""
+    """When each member, by stage, has all its sums; and what every device sends. Where the seats say who leads, its word to the others and
+    theirs to it take what they take, less what the farthest of them do, which is no part of a round (step.py)."""
     lines = Lines(cluster)
     if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
         sent = np.zeros(len(cluster.devices))
@@ -44,8 +46,12 @@ def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]
     for stage in range(seats.stages):
         group = seats.replicas(stage)
         values = _played_values(seats.gradient_bytes[stage] / seats.value_bytes, len(group))
-        ends_s += _Round(lines, group, seats.gradient_bytes[stage], values, of_group(seats.line_rates, group)).play()
-    return ends_s, lines.sent
+        away_s = [0.0 if seats.leader is None else lines.farthest(seats.leader, [device]) for device in group]
+        rates = of_group(seats.line_rates, group)
+        played_s = _Round(lines, group, seats.gradient_bytes[stage], values, rates).play(away_s)
+        ends_s += [end_s + own_s for end_s, own_s in zip(played_s, away_s, strict=True)]
+    unseen_s = 0.0 if seats.leader is None else 2 * lines.farthest(seats.leader, seats.members)
+    return [max(0.0, end_s - unseen_s) for end_s in ends_s], lines.sent
 
 
 class _Round:
@@ -69,14 +75,16 @@ class _Round:
         self._events: list[tuple[float, int, int, int, int, bool]] = []
         self._serial = count()
 
-    def play(self) -> list[float]:
+    def play(self, begins_s: list[float]) -> list[float]:
         """Seconds until each replica has every sum."""
-        ends_s = [0.0] * len(self._group)
-        for at, (role, _) in enumerate(self._roles):
-            self._send_chunks(role.sends, at, 0.0)
+        ends_s = begins_s.copy()
+        for at, begins in enumerate(begins_s):
+            heappush(self._events, (begins, next(self._serial), -1, at, BEGINS, False))
         while self._events:
             now, _, source, target, number, is_sum = heappop(self._events)
-            if target < 0:
+            if number == BEGINS:
+                self._send_chunks(self._roles[target][0].sends, target, now)
+            elif target < 0:
                 self._send_next(source, now)
             elif source < 0:
                 ends_s[target] = now

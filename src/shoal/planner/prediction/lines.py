@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster
-from shoal.slots import Inflow
+from shoal.slots import Inflow, Uplink
 
+CONTROL = -1  # before all ranks
 DRAWN_AT_ONCE = 1024  # a draw alone takes as long as a message
 
 
@@ -21,54 +22,52 @@ class Lines:
         devices = len(cluster.devices)
         self._rng, self._spread = rng, spread
         self._drawn: list[float] = []  # of delays, as factors, to be used from the end
-        self._last: dict[tuple[int, int, bool], float] = {}  # arrivals: of tensors, of control messages
+        self._last: dict[tuple[int, int, int], float] = {}  # arrivals by rank, and of control messages
         self._delay = cluster.delay_s.tolist()
         self._pair = cluster.bandwidth_Bps.tolist()
-        self._up = [device.up_Bps or math.inf for device in cluster.devices]
+        self._uplinks = [Uplink(device.up_Bps or math.inf) for device in cluster.devices]
         self._down = [device.down_Bps or math.inf for device in cluster.devices]
-        self._up_free = [[0.0, 0.0] for _ in range(devices)]  # of gradients, of all else
         self._inflow = [Inflow() for _ in cluster.devices]
-        self._pair_free: dict[tuple[int, int, bool], float] = {}
+        self._pair_free: dict[tuple[int, int, int], float] = {}
         self.up_used, self.down_used, self.sent = np.zeros(devices), np.zeros(devices), np.zeros(devices)
 
     def free(self, source: int) -> float:
         """When all that was sent so far has left."""
-        return max(self._up_free[source])
+        return max(self._uplinks[source].free_s)
 
-    def leave(self, source: int, target: int, nbytes: float, now: float, first: bool = False) -> float:
-        """When its last byte reaches the target's line. `first`: before all that is not, as far as it has not left (sim/network.py)."""
+    def leave(self, source: int, target: int, nbytes: float, now: float, rank: int = 0) -> float:
+        """When its last byte reaches the target's line. `rank`: what goes first, 0 before 1 (core/messages.py), where delays spread; else
+        all goes in the order sent."""
         if source == target:
             return now
-        up, pair = self._up[source], self._pair[source][target]
-        firsts_s, others_s = self._up_free[source]
-        start = max(now, firsts_s) if first else max(now, firsts_s, others_s)
-        left = start + nbytes / up
-        if first:
-            self._up_free[source] = [left, others_s + nbytes / up if others_s > now else others_s]
+        uplink, pair = self._uplinks[source], self._pair[source][target]
+        seconds = nbytes / uplink.bandwidth_Bps
+        if self._spread:
+            left = uplink.pass_in_turn(rank, seconds, now)
         else:
-            self._up_free[source][1] = left
+            left = uplink.free_s[rank] = max(now, *uplink.free_s) + seconds
         # The pair's link takes bytes as they leave the uplink, and holds nobody else up.
-        through = max(max(start, self._pair_free.get((source, target, first), 0.0)) + nbytes / pair, left)
-        self._pair_free[source, target, first] = through
-        self.up_used[source] += nbytes / (pair if up == math.inf else up)
+        through = max(max(left - seconds, self._pair_free.get((source, target, rank), 0.0)) + nbytes / pair, left)
+        self._pair_free[source, target, rank] = through
+        self.up_used[source] += seconds or nbytes / pair
         self.sent[source] += nbytes
-        return self._after(source, target, through, True)
+        return self._after(source, target, through, rank)
 
     def control(self, source: int, target: int, now: float) -> float:
         """When a control message is there: it waits behind no tensor."""
-        return now if source == target else self._after(source, target, now, False)
+        return now if source == target else self._after(source, target, now, CONTROL)
 
     def farthest(self, source: int, targets: list[int]) -> float:
         """The longest delay to one of them."""
         return max(0.0 if target == source else float(self._delay[source][target]) for target in targets)
 
-    def arrive(self, source: int, target: int, nbytes: float, now: float, first: bool = False) -> float:
+    def arrive(self, source: int, target: int, nbytes: float, now: float, rank: int = 0) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""
         seconds = nbytes / self._down[target]
         self.down_used[target] += seconds
-        return self._inflow[target].through(source, seconds, now, 0 if first else 1)
+        return self._inflow[target].through(source, seconds, now, rank)
 
-    def _after(self, source: int, target: int, now: float, tensor: bool) -> float:
+    def _after(self, source: int, target: int, now: float, rank: int) -> float:
         """The pair's delay later."""
         delay_s = float(self._delay[source][target])
         if self._rng is None or not self._spread:
@@ -76,6 +75,6 @@ class Lines:
         if not self._drawn:
             low, high = 1 - self._spread, 1 + self._spread
             self._drawn = self._rng.uniform(low, high, DRAWN_AT_ONCE).tolist()
-        key = source, target, tensor
+        key = source, target, rank
         self._last[key] = at = max(now + delay_s * self._drawn.pop(), self._last.get(key, 0.0))
         return at

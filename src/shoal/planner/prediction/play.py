@@ -38,6 +38,12 @@ ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a sh
 # At least so many with delays that differ: the second and third step are up to 40 % longer than those of a settled run
 ROUNDS_LEAST = 4
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
+RANK_OF = {
+    TOKENS: 0,
+    GRADIENT: 1,
+    OUTPUT: 2,
+    EMPTY: 0,
+}  # as core/messages.py has them; without a leader all pass in the order sent
 _VIEW = View(number=0, step=0, members=())
 
 
@@ -76,6 +82,14 @@ class _Server(msgspec.Struct):
     computes: bool = False
 
 
+class _Progress(msgspec.Struct):
+    """Of one step: microbatches that are left, and by microbatch how much of request and tensor its next hop waits for."""
+
+    left: int
+    lacks: list[int]
+    known_s: float = 0.0  # when the leader knows what is booked
+
+
 class Play:
     """One run of the microbatches of several steps. `spread`: of delays (lines.py); then a step also begins as it does in a run, at each
     owner when the view of one of them has reached it. Else all begin at once: owners and replicas that are alike stay in lockstep."""
@@ -94,7 +108,9 @@ class Play:
             inflight=seats.inflight,
         )
         self.lines = Lines(cluster, rng, spread)
-        self._leader = self._members[int(rng.integers(len(self._members)))] if spread else None
+        self._leader = seats.leader if spread else None
+        if spread and self._leader is None:
+            self._leader = self._members[int(rng.integers(len(self._members)))]
         self.computed = np.zeros(len(cluster.devices))
         self.bars: list[Bar] = []
         self._nbytes = {
@@ -106,17 +122,16 @@ class Play:
         self._owners: dict[int, _Owner] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
-        self._lacks: list[int] = []  # by microbatch: how much of request and tensor its next hop waits for
         self._servers = {device: _Server([]) for device in self._members}
-        self._left = 0
+        self._progress = _Progress(0, [])
 
     def run(self, microbatches: int, start: float) -> float:
-        """All microbatches once; when the last is booked."""
+        """All microbatches once; when the last is booked, and where a leader begins steps, when it knows."""
         if not self._owners:
             self._owners = self._new_owners(start)
         for owner in self._owners.values():
             owner.owned = owner.owned.next_step()
-        self._left, self._lacks = microbatches, [1] * microbatches
+        self._progress = progress = _Progress(microbatches, [1] * microbatches)
         for index in range(microbatches):
             m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
             m.x[0] = (TOKENS,)
@@ -125,17 +140,29 @@ class Play:
             if self._leader is None:
                 self._begin(device, start)
             else:
-                self._at(self.lines.control(self._leader, device, start), partial(self._begin, device))
+                self._servers[device].computes = True
+                self._at(self.lines.control(self._leader, device, start), partial(self._apply, device))
         now = start
-        while self._left:
+        while progress.left:
             now, _, act = heappop(self._events)
             act(now)
-        return now
+        return now if self._leader is None else progress.known_s
+
+    def _apply(self, device: int, now: float) -> None:
+        """The step has begun there. Its first requests wait for the optimizer of the step before."""
+        self._at(now + self._seats.applied_s, partial(self._applied, device))
+        self._begin(device, now)
+
+    def _applied(self, device: int, now: float) -> None:
+        self._servers[device].computes = False
+        self._compute(device, now)
 
     @property
     def view_s(self) -> float:
-        """Of a step, until the last owner begins."""
-        return 0.0 if self._leader is None else self.lines.farthest(self._leader, self._members)
+        """Of a step, beside its microbatches: views on their way, the optimizer's work of the step before, and reports."""
+        if self._leader is None:
+            return 0.0
+        return 2 * self.lines.farthest(self._leader, self._members) + self._seats.applied_s
 
     def _new_owners(self, now: float) -> dict[int, _Owner]:
         turns = self._seats.turns
@@ -178,9 +205,9 @@ class Play:
             self._at(self.lines.control(source, target, now), act)
             return
         nbytes = sum(self._nbytes[tensor] for tensor in tensors)
-        first = self._leader is not None and GRADIENT in tensors
-        left = self.lines.leave(source, target, nbytes, now, first)
-        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then, first), act))
+        rank = 0 if self._leader is None else min(RANK_OF[tensor] for tensor in tensors)
+        left = self.lines.leave(source, target, nbytes, now, rank)
+        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then, rank), act))
 
     def _begin(self, owner: int, now: float) -> None:
         while (m := self._owners[owner].owned.start(now)) is not None:
@@ -190,7 +217,7 @@ class Play:
         """Send the request of its next hop, as trainer.py does."""
         want = plan(m)
         if want.kind is Kind.FINISHED:
-            self._left -= 1
+            self._progress.left -= 1
             self._owners[owner].owned.finish(m, now)
             self._begin(owner, now)
             return
@@ -202,8 +229,8 @@ class Play:
 
     def _arrived(self, owner: int, m: Microbatch, now: float) -> None:
         """The request of its next hop, or the tensor that the request names, is at its replica."""
-        self._lacks[m.index] -= 1
-        if self._lacks[m.index] == 0:
+        self._progress.lacks[m.index] -= 1
+        if self._progress.lacks[m.index] == 0:
             assert m.hop is not None
             peer = int(m.hop.peer)
             heappush(self._servers[peer].queue, (m.hop.kind is Kind.FORWARD, m.index, owner, m))
@@ -226,7 +253,10 @@ class Play:
         """The output goes straight to the next hop's replica, a receipt to the owner."""
         peer = int(hop.peer)
         self._servers[peer].computes = False
-        self._lacks[m.index] = 2 if hop.to else 1
+        if self._leader is not None and hop.kind is Kind.BACKWARD:
+            known_s = now + self.lines.farthest(peer, [self._leader])
+            self._progress.known_s = max(self._progress.known_s, known_s)
+        self._progress.lacks[m.index] = 2 if hop.to else 1
         output = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY
         if hop.to:
             self._send(peer, int(hop.to), (output,), now, lambda then: self._arrived(owner, m, then))

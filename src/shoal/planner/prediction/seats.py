@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.core.leader.rebalance import boundaries
-from shoal.core.leader.rules.lines import turns_of
+from shoal.core.leader.rules.lines import shown, turns_of
 from shoal.core.messages import TURNS
 from shoal.core.trainer.window import MOST
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.memory import FP32
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
+SETTLES = 4  # steps
 WIDEST_Bps = 1e12  # what a line without a stated rate is taken for
 
 
@@ -35,6 +36,10 @@ class Seats(msgspec.Struct, frozen=True):
     value_bytes: float = FP32
     averaging_codec_s: float = 0.0  # encoding and decoding in a round, at the stage where it takes longest
     updating_s: float = 0.0  # of the optimizer and what goes with it, at the replica that takes longest
+    # Where each step is begun by a view, as in a run (play.py, `spread`): by which device's, None: one that is drawn; and how long the
+    # optimizer of the step before then works, while first requests wait. That is counted in the round
+    leader: int | None = None
+    applied_s: float = 0.0
     staleness: int = 0  # 1: averaged while the next step's microbatches are computed
     # Of the devices' lines, kB/s, if who owns what of a round follows them; empty: even
     line_rates: tuple[int, ...] = ()
@@ -126,16 +131,31 @@ def hop_s(seats: Seats, device: int) -> float:
     return max(seats.backward_s[device] + (0.0 if last else seats.forward_s[device]), 1e-12)
 
 
-def paced(seats: Seats, line_rates: Sequence[int]) -> Seats:
-    """With turns as a leader gives them once it has measured its peers (by_pace). `line_rates`: of the devices, kB/s."""
+def paced(seats: Seats, line_rates: Sequence[int], microbatches_s: float = 0.0) -> Seats:
+    """With turns as a leader gives them once it has measured its peers (by_pace). `line_rates`: of the devices, kB/s. `microbatches_s`:
+    what a step's microbatches take; then a rate counts only as far beyond what its replica books, first with even turns."""
     if seats.stages == 1:
         return seats
     turns = [TURNS] * len(seats.stage_of)
     for stage in range(seats.stages):
         group = seats.replicas(stage)
         tensor_kB = boundaries(stage, seats.stages) * seats.boundary_bytes / 1000
+        lines = {str(device): line_rates[device] for device in group}
         rates = {str(device): 1 / hop_s(seats, device) for device in group}
-        of_group = turns_of({str(device): line_rates[device] for device in group}, tensor_kB, rates)
+        known = turns_of(lines, tensor_kB, rates)
+        if microbatches_s:
+            known = _settled(lines, tensor_kB, rates, seats.microbatches / microbatches_s)
         for device in group:
-            turns[device] = of_group[str(device)]
+            turns[device] = known[str(device)]
     return msgspec.structs.replace(seats, turns=tuple(turns))
+
+
+def _settled(lines: dict[str, int], tensor_kB: float, rates: dict[str, float], pace: float) -> dict[str, int]:
+    """The turns of a stage that passes so many microbatches a second, after a few steps."""
+    turns = dict.fromkeys(rates, TURNS)
+    booked = dict.fromkeys(rates, 0.0)
+    for _ in range(SETTLES):
+        whole = max(1, sum(turns.values()))
+        booked = {peer: max(most, pace * turns[peer] / whole) for peer, most in booked.items()}
+        turns = turns_of(lines, tensor_kB, shown(rates, booked))
+    return turns
