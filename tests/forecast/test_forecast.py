@@ -344,10 +344,10 @@ def test_until_a_death_is_noticed_the_others_do_their_part_and_no_more() -> None
 
 
 def test_of_a_lost_microbatch_only_the_backward_is_computed_again() -> None:
-    """A forward is a third of a hop at the first stage; the last stage's hop is its backward."""
+    """A forward is a third of a hop at the first stage; the last stage's hop is its backward. Where a death is not played."""
     job = a_job(8)
     for slot, part in ((2, 2 / 3), (3, 1.0)):
-        run = Run(job, Played(job), always(8, Presence(1.0, slot, False)), 0.0, begun=True)
+        run = Run(job, Aggregated(job), always(8, Presence(1.0, slot, False)), 0.0, begun=True)
         run.play(1.0 + 1e-9)
         passed = run.progress.passed
         run.play(1.0 + noticed_s(job) + 1e-6)

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 import msgspec
 import numpy as np
 
+from shoal import units
 from shoal.core.consensus.certificates import quorum
 from shoal.core.latency import Usual
 from shoal.core.leader.rebalance import MOVE_S, Fleet, Move, measure, place, rebalance
@@ -52,7 +53,16 @@ class Lost(msgspec.Struct, frozen=True):
     share: float
     noticed_s: float
     passed: float
+    died_s: float
     reported: bool = False  # it has done its part of the round: the step can be committed without it
+
+
+def no_majority(lives: int, voters: int, at_s: float) -> str:
+    """Why a run stops for good, in words."""
+    after = units.duration(at_s)
+    if not lives:
+        return f"nobody lives after {after}: `shoal run --resume` begins again from the checkpoint"
+    return f"{lives} of {voters} members live after {after}, no majority: `shoal recover` lets them go on"
 
 
 def slot_of(peer: Peer) -> int:
@@ -160,7 +170,7 @@ class Crew:
             if one.stage == member.stage and one.peer not in self.dead
         )
         share = self.rate(peer, member.stage) / whole
-        self.dead[peer] = Lost(member, share, noticed_s, passed, member.stage in reported)
+        self.dead[peer] = Lost(member, share, noticed_s, passed, now, member.stage in reported)
         self.serving[slot_of(peer)] = -1
 
     def _succeed(self) -> float:

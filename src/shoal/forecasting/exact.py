@@ -20,7 +20,8 @@ from shoal.core.consensus.certificates import can_agree
 from shoal.forecasting.arrivals import HOUR_S
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.clock import Clock
-from shoal.forecasting.forecaster import History, Tally, no_majority
+from shoal.forecasting.crew import no_majority
+from shoal.forecasting.forecaster import History, Tally
 from shoal.forecasting.job import Job
 from shoal.forecasting.rates import MEAN_LATE
 from shoal.planner.inputs.cluster import Device

@@ -1,9 +1,9 @@
 """Plays a long run without its messages: one history of machines that come and go, from a seed.
 
-Between two events the step that is trained advances at the rate of those who serve (rates.py). A death costs what it costs a real run: its
-part of all requests waits until it is evicted; its books of the step are computed again by its stage's others, beside the step's work
-where they have time left; its stage's exchange of a round that was open begins again, those of other stages go on; the last replica of a
-stage sends everybody back to the newest checkpoint.
+Between two events the step that is trained advances at the rate of those who serve (rates.py). A death costs what it costs a real run,
+as the model plays it. Where it plays none: its part of all requests waits until it is evicted, its books of the step are computed again by
+its stage's others, beside the step's work where they have time left. Its stage's exchange of a round that was open begins again, those of
+other stages go on; the last replica of a stage sends everybody back to the newest checkpoint.
 Who joins, where, and who moves is crew.py's. Not in it: lost messages, slow or hostile peers, full queues and stores.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import msgspec
 
@@ -21,13 +20,11 @@ from shoal.core.leader.rules.admission import ENTER_BEATS
 from shoal.core.messages import Peer
 from shoal.forecasting.arrivals import Arrivals, Bill
 from shoal.forecasting.churn import Presence
-from shoal.forecasting.crew import Crew
-from shoal.forecasting.exchanges import Exchanges
+from shoal.forecasting.crew import Crew, Lost, no_majority, slot_of
 from shoal.forecasting.job import Job
+from shoal.forecasting.progress import NEVER, ROUNDING, Exchanges, Phase, Progress
 from shoal.forecasting.rates import APPLIED, StepModel, StepTime, trip_s
 
-NEVER = math.inf
-ROUNDING = 1e-9  # of a step, a microbatch, a second
 AT_ONCE_MOST = 1000  # events at one moment, beside those of machines that come and go: a step has a handful
 
 
@@ -62,46 +59,11 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
-def no_majority(lives: int, voters: int, at_s: float) -> str:
-    """Why a run stops for good, in words."""
-    after = units.duration(at_s)
-    if not lives:
-        return f"nobody lives after {after}: `shoal run --resume` begins again from the checkpoint"
-    return f"{lives} of {voters} members live after {after}, no majority: `shoal recover` lets them go on"
-
-
 # Of agreeing: the view that begins a step, heartbeats and Round come before the sums, Reduced, Propose and Accept after them
 OPENING = 3 / 6
 REDO_DELAYS = (
     4  # from an eviction to the first hop that is computed again: the view, a request, that for its tensor, the tensor
 )
-
-
-class Phase(Enum):
-    GATHERING = "joining"
-    COMPUTING = "computing"
-    OPENING = "opening"
-    AVERAGING = "averaging"
-    AGREEING = "agreeing"
-    LOST = "lost"
-
-
-class Progress(msgspec.Struct):
-    """Of the run: `passed` is the part of the step's microbatches that were computed for the first time."""
-
-    exchanges: Exchanges  # of the round that is open
-    begun: bool = False  # a step is done: peers and lines are measured
-    phase: Phase = Phase.GATHERING
-    step: int = 0
-    passed: float = 0.0
-    redo: list[float] = []  # of microbatches to be computed again, by stage, in whole hops
-    redo_from_s: float = 0.0  # the moment at which they begin
-    redo_s: float = 0.0  # the moment until which the first of them is on its way at least
-    left_s: float = NEVER  # of a phase that is neither COMPUTING nor AVERAGING
-    closing_s: float = 0.0  # of the open round's commit
-    saved: int = 0
-    began_s: float = 0.0  # the step
-    step_s: float = NEVER  # the last one took
 
 
 class Tally(msgspec.Struct):
@@ -154,7 +116,7 @@ class Run:
 
     def end(self) -> None:
         """The horizon is reached: what was sent of a step and of downloads that are not done counts."""
-        self.crew.egress.microbatches(self.crew.serving, self.progress.passed)
+        self.crew.egress.microbatches(self.crew.serving, max(self.progress.passed, 0.0))
         self.crew.end(self.now)
 
     def digest(self) -> str:
@@ -280,7 +242,7 @@ class Run:
         else:
             self.tally.deaths += 1
             self.bill.go(peer)
-            crew.die(peer, self.now, self.progress.passed, () if peer == crew.leader else self._reported())
+            crew.die(peer, self.now, max(self.progress.passed, 0.0), () if peer == crew.leader else self._reported())
             self._look()
 
     def _round_s(self) -> float:
@@ -312,9 +274,36 @@ class Run:
             progress.phase, progress.passed, progress.left_s = Phase.COMPUTING, 1.0, NEVER
         if progress.phase in (Phase.COMPUTING, Phase.AVERAGING):
             for one in lost:
-                self._redo(one.member.stage, one.share * one.passed)
-                self._take_over(one.passed, len(crew.members) + 1)
-            self._move(progress.passed)
+                if not self._played(one):
+                    self._redo(one.member.stage, one.share * one.passed)
+                    self._take_over(one.passed, len(crew.members) + 1)
+            self._move(max(progress.passed, 0.0))
+
+    def _played(self, one: Lost) -> bool:
+        """What its death costs the step, where the model plays it: so long are books on their way at least."""
+        progress, slot = self.progress, slot_of(one.member.peer)
+        serving = self.crew.serving.copy()
+        if serving[slot] >= 0 or not one.share:
+            return False
+        serving[slot] = one.member.stage
+        began_s = progress.began_s
+        ends_s = self.model.with_death(serving, slot, max(one.died_s - began_s, 0.0), self.now - began_s)
+        if ends_s is None:
+            return False
+        left_s = began_s + ends_s - self.now
+        if self._time is not None and progress.phase is Phase.COMPUTING and progress.passed < 1:
+            # As a part of a step with those who are left, which whoever comes meanwhile makes shorter
+            progress.passed = min(1 - left_s / self._time.microbatches_s, 1.0)
+            return True
+        self._begin_again(one.member.stage)
+        progress.redo[one.member.stage] = max(progress.redo[one.member.stage], 2 * ROUNDING)
+        progress.redo_s = max(progress.redo_s, self.now + left_s)
+        return True
+
+    def _begin_again(self, stage: int) -> None:
+        """The stage's exchange of the round that is open."""
+        if self.progress.phase is Phase.AVERAGING and self._time is not None:
+            self.progress.exchanges.begin(stage, self._time)
 
     def _take_over(self, passed: float, members: int) -> None:
         """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books. They begin anew but for what is
@@ -337,8 +326,7 @@ class Run:
         job, progress = self.job, self.progress
         again = float(job.again[stage])
         progress.redo[stage] += share * job.microbatches * again
-        if progress.phase is Phase.AVERAGING and self._time is not None:
-            self.progress.exchanges.begin(stage, self._time)
+        self._begin_again(stage)
         if share:
             progress.redo_from_s = self.now + REDO_DELAYS * job.delay_s
             progress.redo_s = max(progress.redo_s, progress.redo_from_s + again * float(job.hop_s[:, stage].mean()))
@@ -408,8 +396,8 @@ class Run:
         self._note("commit", progress.step, len(self.crew.members))
         if job.save_every and progress.step % job.save_every == 0:
             progress.saved, self._since_saved = progress.step, dict(self.parts)
-        self.crew.measure()
         self._promote()
+        self.crew.measure()  # a newcomer has said what it computes, too
         if not self.crew.as_planned:
             self._move(0.0)
         progress.step_s = self.now - progress.began_s  # the leader decides by the step before
@@ -443,7 +431,7 @@ class Run:
             parts["redone"] += parts[part] - self._since_saved[part]
             parts[part] = self._since_saved[part]
         self._note("back", progress.step, progress.saved)
-        self.crew.egress.microbatches(self.crew.serving, progress.passed)
+        self.crew.egress.microbatches(self.crew.serving, max(progress.passed, 0.0))
         progress.step, progress.passed, progress.phase, progress.left_s = progress.saved, 0.0, Phase.GATHERING, NEVER
         self._gather()
 

@@ -28,6 +28,7 @@ from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
+from shoal.planner.prediction.deaths import Death, FatalPlay
 from shoal.planner.prediction.play import LONGEST, Play
 from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, paced, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
@@ -39,6 +40,9 @@ FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger o
 FEW = 0.5  # of the planned machines: the smaller fleet that they are compared with
 # Of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
 PLAYS = 3
+WARM = 3  # steps before one in which a machine dies
+# Into as many moments a step is cut for deaths, and so many seconds is the time until it is noticed apart: what is between two is the same
+MOMENTS, NOTICED_S = 16, 0.1
 FEW_PLAYS = 2  # of larger fleets, for which one takes seconds
 # The simulated network's delays are up to 1.2 times as long (sim/network.py): what is stated is their mean
 MEAN_LATE = 1 + LATE / 2
@@ -70,6 +74,11 @@ class StepModel(Protocol):
 
     def first(self, composition: Composition) -> StepTime | None:
         """Of a run's first step, before anything is measured."""
+        ...
+
+    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+        """Seconds of the microbatches of a step in which the machine on that slot, one of the composition's, dies and is evicted so long
+        after it has begun. None: this model does not say."""
         ...
 
 
@@ -108,25 +117,47 @@ class Played:
     def __init__(self, job: Job) -> None:
         self._job, self._rates = job, Rates(job)
         self._known: dict[tuple[Place, ...], StepTime] = {}
+        self._seated: dict[tuple[Place, ...], tuple[Seats, Cluster]] = {}  # as those were played
+        self._deaths: dict[tuple[tuple[Place, ...], int, Death], float] = {}
         self._slots_of: list[list[int]] = [[] for _ in job.machines.kinds]
         for slot, kind in enumerate(job.machines.kind_of):
             self._slots_of[kind].append(slot)
 
     def __call__(self, composition: Composition) -> StepTime | None:
-        job = self._job
         stage_of = composition.tolist()
-        if set(range(job.stages)) - set(stage_of):
+        if set(range(self._job.stages)) - set(stage_of):
             return None
-        kind_of = job.machines.kind_of
-        key = tuple(
-            sorted(
-                (stage != job.stage_of[slot], stage, kind_of[slot]) for slot, stage in enumerate(stage_of) if stage >= 0
-            )
-        )
+        key = tuple(sorted(self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._predicted(key, tuple(stage_of) == job.stage_of)
+            known = self._known[key] = self._predicted(key, tuple(stage_of) == self._job.stage_of)
         return known
+
+    def _place(self, slot: int, stage: int) -> Place:
+        return stage != self._job.stage_of[slot], stage, self._job.machines.kind_of[slot]
+
+    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+        """As of the next of MOMENTS in a step, which are kept."""
+        job, calm = self._job, self(composition)
+        alone = (composition == composition[slot]).sum() < 2
+        if calm is None or alone or job.stages == 1 or job.microbatches > LONGEST or job.seats.staleness:
+            return None
+        stage_of = composition.tolist()
+        places = [self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0]
+        key, own = tuple(sorted(places)), self._place(slot, stage_of[slot])
+        # As planned, devices are slots
+        device = slot if tuple(stage_of) == job.stage_of else key.index(own)
+        moment_s = calm.microbatches_s / MOMENTS
+        played_s = max(round(at_s / moment_s), 0) * moment_s
+        notices_s = round((evicted_s - at_s) / NOTICED_S) * NOTICED_S
+        seats, cluster = self._seated[key]
+        death = Death(device, seats.applied_s + played_s, seats.applied_s + played_s + notices_s)
+        known = self._deaths.get((key, device, death))
+        if known is None:
+            plays = [FatalPlay(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
+            known = fmean(_through(play, job.microbatches, death) for play in plays)
+            self._deaths[key, device, death] = known
+        return known + (evicted_s - played_s - notices_s)
 
     def first(self, composition: Composition) -> StepTime | None:
         """Owners know no replica yet, the leader no line: turns are even, and so are shares of the round where no tensor has been sent."""
@@ -136,7 +167,7 @@ class Played:
             return later
         slots = list(range(len(stage_of)))
         seats, cluster = measured(job.seats, job, job.machines.kind_of), job.machines.cluster(slots)
-        seats = msgspec.structs.replace(seats, turns=(), leader=min(seats.members))
+        seats = msgspec.structs.replace(seats, turns=(), leader=seats.seated[0])
         if job.stages == 1:
             seats = msgspec.structs.replace(seats, line_rates=job.seats.line_rates)
         plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
@@ -161,12 +192,10 @@ class Played:
             seats = seats_of(job, [kind for _, _, kind in key], tuple(stage for _, stage, _ in key))
             unseated = tuple(device for device, (moved, _, _) in enumerate(key) if moved)
             seats = msgspec.structs.replace(seats, unseated=unseated)
-        seats = msgspec.structs.replace(seats, leader=min(seats.members, key=slots.__getitem__))  # as crew.py elects
+        seats = msgspec.structs.replace(seats, leader=seats.seated[0])  # the founder has the first seat
         cluster = job.machines.cluster(slots)
-        step, microbatches_s = _plays(seats, cluster)
-        seats, before = paced(seats, seats.line_rates, microbatches_s), seats
-        if seats.turns != before.turns:
-            step, microbatches_s = _plays(seats, cluster)
+        seats, step, microbatches_s = _plays(seats, cluster)
+        self._seated[key] = seats, cluster
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         compute = self._rates.of_stages(self._rates.compute, composition, job.stages)
@@ -186,11 +215,23 @@ class Played:
         return tuple(max(group) + seats.round_work_s + self._job.round_s for group in groups)
 
 
-def _plays(seats: Seats, cluster: Cluster) -> tuple[Step, float]:
-    """A predicted step, and the seconds of its microbatches as the mean of several."""
+def _plays(seats: Seats, cluster: Cluster) -> tuple[Seats, Step, float]:
+    """A predicted step, and the seconds of its microbatches as the mean of several; and the seats with turns as far as rates are shown."""
     plays = PLAYS if len(seats.members) <= PLAYED_MOST else FEW_PLAYS
-    steps = [predict(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(plays)]
-    return steps[0], fmean(step.microbatches_s for step in steps)
+    steps = [predict(seats, cluster, np.random.default_rng(0), SPREAD)]
+    shown = paced(seats, seats.line_rates, steps[0].microbatches_s)
+    if shown.turns != seats.turns:
+        steps.clear()
+    steps += [predict(shown, cluster, np.random.default_rng(seed), SPREAD) for seed in range(len(steps), plays)]
+    return shown, steps[0], fmean(step.microbatches_s for step in steps)
+
+
+def _through(play: FatalPlay, microbatches: int, death: Death) -> float:
+    """Seconds of such a step, after some that warm the wiring up."""
+    start = 0.0
+    for _ in range(WARM):
+        start = play.run(microbatches, start)
+    return play.through(microbatches, start, death) - start - play.view_s
 
 
 def trip_s(job: Job) -> float:
@@ -253,6 +294,9 @@ class Aggregated:
 
     def first(self, composition: Composition) -> StepTime | None:
         return self(composition)
+
+    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+        return None
 
     def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
         job, rates = self._job, self._rates
@@ -327,7 +371,7 @@ class Aggregated:
             seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches, leader=0
         )
         machines = job.machines.cluster(slots)
-        _, microbatches_s = _plays(seats, machines)
+        _, _, microbatches_s = _plays(seats, machines)
         composition = np.full(len(job.stage_of), -1)
         composition[slots] = seats.stage_of
         stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
@@ -356,6 +400,9 @@ class Delayed:
 
     def first(self, composition: Composition) -> StepTime | None:
         return self(composition)
+
+    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+        return None
 
     def _line_s(self, composition: Composition, step: StepTime) -> float:
         """Seconds that the busiest line carries the step's microbatches."""

@@ -83,10 +83,10 @@ class _Server(msgspec.Struct):
 
 
 class _Progress(msgspec.Struct):
-    """Of one step: microbatches that are left, and by microbatch how much of request and tensor its next hop waits for."""
+    """Of one step: microbatches that are left, and how much of request and tensor the next hop of each waits for."""
 
     left: int
-    lacks: list[int]
+    lacks: dict[Microbatch, int]
     known_s: float = 0.0  # when the leader knows what is booked
 
 
@@ -123,7 +123,7 @@ class Play:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = count()
         self._servers = {device: _Server([]) for device in self._members}
-        self._progress = _Progress(0, [])
+        self._progress = _Progress(0, {})
 
     def run(self, microbatches: int, start: float) -> float:
         """All microbatches once; when the last is booked, and where a leader begins steps, when it knows."""
@@ -131,10 +131,11 @@ class Play:
             self._owners = self._new_owners(start)
         for owner in self._owners.values():
             owner.owned = owner.owned.next_step()
-        self._progress = progress = _Progress(microbatches, [1] * microbatches)
+        self._progress = progress = _Progress(microbatches, {})
         for index in range(microbatches):
             m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
             m.x[0] = (TOKENS,)
+            progress.lacks[m] = 1
             self._owners[self._members[index % len(self._members)]].owned.wait(m)
         for device in self._members:
             if self._leader is None:
@@ -143,10 +144,14 @@ class Play:
                 self._servers[device].computes = True
                 self._at(self.lines.control(self._leader, device, start), partial(self._apply, device))
         now = start
-        while progress.left:
+        while not self._done:
             now, _, act = heappop(self._events)
             act(now)
         return now if self._leader is None else progress.known_s
+
+    @property
+    def _done(self) -> bool:
+        return not self._progress.left
 
     def _apply(self, device: int, now: float) -> None:
         """The step has begun there. Its first requests wait for the optimizer of the step before."""
@@ -164,18 +169,21 @@ class Play:
             return 0.0
         return 2 * self.lines.farthest(self._leader, self._members) + self._seats.applied_s
 
-    def _new_owners(self, now: float) -> dict[int, _Owner]:
-        turns = self._seats.turns
-        members = tuple(
+    def _view_of(self, devices: list[int]) -> tuple[Member, ...]:
+        turns, unseated = self._seats.turns, self._seats.unseated
+        return tuple(
             Member(
                 str(device),
                 self._seats.stage_of[device],
-                seat=NOWHERE if device in self._seats.unseated else seat,
+                seat=NOWHERE if device in unseated else seat,
                 turns=turns[device] if turns else TURNS,
             )
             for seat, device in enumerate(self._members)
+            if device in devices
         )
-        owners = {}
+
+    def _new_owners(self, now: float) -> dict[int, _Owner]:
+        members, owners = self._view_of(self._members), {}
         for device in self._members:
             routes, planned = Routes(self._settings, self._rng), Planned(str(device), self._settings)
             routes.on_view(members, now)
@@ -229,8 +237,8 @@ class Play:
 
     def _arrived(self, owner: int, m: Microbatch, now: float) -> None:
         """The request of its next hop, or the tensor that the request names, is at its replica."""
-        self._progress.lacks[m.index] -= 1
-        if self._progress.lacks[m.index] == 0:
+        self._progress.lacks[m] -= 1
+        if self._progress.lacks[m] == 0:
             assert m.hop is not None
             peer = int(m.hop.peer)
             heappush(self._servers[peer].queue, (m.hop.kind is Kind.FORWARD, m.index, owner, m))
@@ -256,12 +264,15 @@ class Play:
         if self._leader is not None and hop.kind is Kind.BACKWARD:
             known_s = now + self.lines.farthest(peer, [self._leader])
             self._progress.known_s = max(self._progress.known_s, known_s)
-        self._progress.lacks[m.index] = 2 if hop.to else 1
+        self._progress.lacks[m] = 2 if hop.to else 1
         output = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY
         if hop.to:
-            self._send(peer, int(hop.to), (output,), now, lambda then: self._arrived(owner, m, then))
+            self._hand_on(owner, m, hop, output, now)
         self._send(peer, owner, (), now, lambda then: self._answered(owner, m, hop, output, then))
         self._compute(peer, now)
+
+    def _hand_on(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
+        self._send(int(hop.peer), int(hop.to), (output,), now, lambda then: self._arrived(owner, m, then))
 
     def _answered(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
         self._owners[owner].routes.answered(hop.peer, now - hop.sent, hop.kind.size, now, ahead=hop.ahead)
