@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.planner.inputs.cluster import Cluster, Device
-from shoal.planner.prediction.deaths import Death, FatalPlay
+from shoal.planner.prediction.deaths import Death, PlayWithDeath
 from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats
 
@@ -25,8 +25,8 @@ def seats(stage_of: tuple[int, ...]) -> Seats:
     return Seats(stage_of, (0.2,) * peers, (0.4,) * peers, (0.0,) * stages, 1e6, 4e3, COUNT, 4, leader=0, applied_s=0.1)
 
 
-def warmed(stage_of: tuple[int, ...], seed: int = 0) -> tuple[FatalPlay, float]:
-    play = FatalPlay(seats(stage_of), lines(len(stage_of)), np.random.default_rng(seed), SPREAD)
+def warmed(stage_of: tuple[int, ...], seed: int = 0) -> tuple[PlayWithDeath, float]:
+    play = PlayWithDeath(seats(stage_of), lines(len(stage_of)), np.random.default_rng(seed), SPREAD)
     start = 0.0
     for _ in range(2):
         start = play.run(COUNT, start)

@@ -28,7 +28,7 @@ from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
-from shoal.planner.prediction.deaths import Death, FatalPlay
+from shoal.planner.prediction.deaths import Death, PlayWithDeath
 from shoal.planner.prediction.play import LONGEST, Play
 from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, paced, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
@@ -154,7 +154,7 @@ class Played:
         death = Death(device, seats.applied_s + played_s, seats.applied_s + played_s + notices_s)
         known = self._deaths.get((key, device, death))
         if known is None:
-            plays = [FatalPlay(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
+            plays = [PlayWithDeath(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
             known = fmean(_through(play, job.microbatches, death) for play in plays)
             self._deaths[key, device, death] = known
         return known + (evicted_s - played_s - notices_s)
@@ -226,7 +226,7 @@ def _plays(seats: Seats, cluster: Cluster) -> tuple[Seats, Step, float]:
     return shown, steps[0], fmean(step.microbatches_s for step in steps)
 
 
-def _through(play: FatalPlay, microbatches: int, death: Death) -> float:
+def _through(play: PlayWithDeath, microbatches: int, death: Death) -> float:
     """Seconds of such a step, after some that warm the wiring up."""
     start = 0.0
     for _ in range(WARM):

@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, NextHop, Progress, new_microbatch, plan
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.play import _VIEW, GRADIENT, OUTPUT, TOKENS, Play
+from shoal.planner.prediction.play import FIRST_VIEW, GRADIENT, OUTPUT, TOKENS, Play
 from shoal.planner.prediction.seats import Seats
 
 REFUSED_S = 0.05  # until a sender knows that nobody is there
@@ -29,7 +29,7 @@ class Death(msgspec.Struct, frozen=True):
     evicted_s: float
 
 
-class FatalPlay(Play):
+class PlayWithDeath(Play):
     """`through` plays the step with the death; `run` before it those that warm up."""
 
     def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float) -> None:
@@ -87,7 +87,7 @@ class FatalPlay(Play):
         self._progress.left += (m.progress is Progress.FINISHED) - all(lives)
         if all(lives):
             return
-        taken = new_microbatch(m.index, lives, _VIEW)
+        taken = new_microbatch(m.index, lives, FIRST_VIEW)
         taken.x[0] = (TOKENS,)
         self._progress.lacks[taken] = 1
         heard_s = self.lines.control(leader, owner, now) + 2 * self.lines.farthest(owner, self._living)

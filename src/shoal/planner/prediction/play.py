@@ -44,7 +44,7 @@ RANK_OF = {
     OUTPUT: 2,
     EMPTY: 0,
 }  # as core/messages.py has them; without a leader all pass in the order sent
-_VIEW = View(number=0, step=0, members=())
+FIRST_VIEW = View(number=0, step=0, members=())
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -133,7 +133,7 @@ class Play:
             owner.owned = owner.owned.next_step()
         self._progress = progress = _Progress(microbatches, {})
         for index in range(microbatches):
-            m = new_microbatch(index, [""] * self._seats.stages, _VIEW)
+            m = new_microbatch(index, [""] * self._seats.stages, FIRST_VIEW)
             m.x[0] = (TOKENS,)
             progress.lacks[m] = 1
             self._owners[self._members[index % len(self._members)]].owned.wait(m)
