@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.core.messages import PASSED, TURNS
+from shoal.core.messages import PASSED, TURNS, BoundaryTensor, Forward, rank
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction import averaging, play
 from shoal.planner.prediction.lines import Lines
@@ -353,6 +353,15 @@ def test_a_step_that_a_leader_begins_runs_its_oldest_hops_first_once_all_have_ap
     assert play.view_s == pytest.approx(0.5 + 2 * 0.05)
     known_s = [bar.end_s + 0.05 * (bar.device != 0) for bar in play.bars]
     assert end_s == pytest.approx(max(known_s)), "a booking at the leader is known at once"
+
+
+def test_what_goes_first_on_a_line_is_what_core_says() -> None:
+    sent = {
+        play.TOKENS: Forward(0, 0, 0, 0, 1, 0),
+        play.GRADIENT: BoundaryTensor(0, 0, 0, 0, gradient=True),
+        play.OUTPUT: BoundaryTensor(0, 0, 0, 0, gradient=False),
+    }
+    assert {tensor: rank(message) for tensor, message in sent.items()} | {play.EMPTY: 0} == play.RANK_OF
 
 
 @pytest.mark.parametrize("leader", [0, 1])

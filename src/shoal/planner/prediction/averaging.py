@@ -46,7 +46,7 @@ def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]
     for stage in range(seats.stages):
         group = seats.replicas(stage)
         values = _played_values(seats.gradient_bytes[stage] / seats.value_bytes, len(group))
-        away_s = [0.0 if seats.leader is None else lines.farthest(seats.leader, [device]) for device in group]
+        away_s = [0.0 if seats.leader is None else lines.delay_s(seats.leader, device) for device in group]
         rates = of_group(seats.line_rates, group)
         played_s = _Round(lines, group, seats.gradient_bytes[stage], values, rates).play(away_s)
         ends_s += [end_s + own_s for end_s, own_s in zip(played_s, away_s, strict=True)]

@@ -34,8 +34,7 @@ class PlayWithDeath(Play):
 
     def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float) -> None:
         super().__init__(seats, cluster, rng, spread)
-        self._death: Death | None = None
-        self._died_s = self._evicted_s = 0.0
+        self._died_s = 0.0
         self._dead, self._evicted = -1, True
         self._told = len(self._members)  # owners that have the view without it
         self._booked: dict[tuple[int, int], int] = {}  # microbatch, stage: where
@@ -44,13 +43,13 @@ class PlayWithDeath(Play):
 
     def through(self, microbatches: int, start: float, death: Death) -> float:
         """When the leader knows that all is booked by those who live."""
-        self._death, self._evicted, self._told = death, False, 0
-        self._died_s, self._evicted_s = start + death.at_s, start + death.evicted_s
+        self._evicted, self._told = False, 0
+        self._died_s, evicted_s = start + death.at_s, start + death.evicted_s
         self._booked.clear()
         self._coming.clear()
-        self._at(self._died_s, self._die)
-        self._at(self._evicted_s, self._evict)
-        return max(self.run(microbatches, start), self._evicted_s)
+        self._at(self._died_s, partial(self._die, death.device))
+        self._at(evicted_s, self._evict)
+        return max(self.run(microbatches, start), evicted_s)
 
     @property
     def _done(self) -> bool:
@@ -58,17 +57,16 @@ class PlayWithDeath(Play):
 
     # ------------------------------------------------------------------------------------------------------------ its end
 
-    def _die(self, now: float) -> None:
-        assert self._death is not None
-        self._dead = self._death.device
-        self._servers[self._dead].queue.clear()
+    def _die(self, device: int, _: float) -> None:
+        self._dead = device
+        self._servers[device].queue.clear()
 
     def _evict(self, now: float) -> None:
         """The view without it goes to everybody; who leads knows it at once."""
         assert self._leader is not None
         self._evicted = True
-        leader = self._leader if self._leader != self._dead else min(self._living)
         living = self._living
+        leader = self._leader if self._leader != self._dead else min(living)
         for index, m in sorted(self._owners[self._dead].owned.held.items()):
             self._hand_over(m, living[index % len(living)], leader, now)
         for server in self._servers.values():
@@ -135,16 +133,12 @@ class PlayWithDeath(Play):
         self, source: int, target: int, tensors: tuple[str, ...], now: float, act: Callable[[float], None]
     ) -> None:
         def arrives(then: float) -> None:
-            if (
-                source == self._dead
-                and source != target
-                and then - self.lines.farthest(source, [target]) > self._died_s
-            ):
+            if source == self._dead and source != target and then - self.lines.delay_s(source, target) > self._died_s:
                 return  # it had not left its line
             if not self._lost(target, then):
                 act(then)
             elif not self._evicted:
-                self._at(then + REFUSED_S + self.lines.farthest(target, [source]), partial(self._unreachable, source))
+                self._at(then + REFUSED_S + self.lines.delay_s(target, source), partial(self._unreachable, source))
 
         if not self._lost(source, now):
             super()._send(source, target, tensors, now, arrives)

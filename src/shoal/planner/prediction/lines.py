@@ -57,9 +57,13 @@ class Lines:
         """When a control message is there: it waits behind no tensor."""
         return now if source == target else self._after(source, target, now, CONTROL)
 
+    def delay_s(self, source: int, target: int) -> float:
+        """The link's own."""
+        return 0.0 if target == source else float(self._delay[source][target])
+
     def farthest(self, source: int, targets: list[int]) -> float:
         """The longest delay to one of them."""
-        return max(0.0 if target == source else float(self._delay[source][target]) for target in targets)
+        return max(self.delay_s(source, target) for target in targets)
 
     def arrive(self, source: int, target: int, nbytes: float, now: float, rank: int = 0) -> float:
         """When it has passed the target's line; a message alone and no faster than the line is not held."""

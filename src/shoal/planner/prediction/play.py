@@ -38,12 +38,8 @@ ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a sh
 # At least so many with delays that differ: the second and third step are up to 40 % longer than those of a settled run
 ROUNDS_LEAST = 4
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
-RANK_OF = {
-    TOKENS: 0,
-    GRADIENT: 1,
-    OUTPUT: 2,
-    EMPTY: 0,
-}  # as core/messages.py has them; without a leader all pass in the order sent
+# As core's rank() has them; without a leader all pass in the order sent
+RANK_OF = {TOKENS: 0, GRADIENT: 1, OUTPUT: 2, EMPTY: 0}
 FIRST_VIEW = View(number=0, step=0, members=())
 
 
@@ -262,7 +258,7 @@ class Play:
         peer = int(hop.peer)
         self._servers[peer].computes = False
         if self._leader is not None and hop.kind is Kind.BACKWARD:
-            known_s = now + self.lines.farthest(peer, [self._leader])
+            known_s = now + self.lines.delay_s(peer, self._leader)
             self._progress.known_s = max(self._progress.known_s, known_s)
         self._progress.lacks[m] = 2 if hop.to else 1
         output = OUTPUT if hop.kind is Kind.FORWARD else GRADIENT if hop.stage > 0 else EMPTY

@@ -142,9 +142,10 @@ def paced(seats: Seats, line_rates: Sequence[int], microbatches_s: float = 0.0) 
         tensor_kB = boundaries(stage, seats.stages) * seats.boundary_bytes / 1000
         lines = {str(device): line_rates[device] for device in group}
         rates = {str(device): 1 / hop_s(seats, device) for device in group}
-        known = turns_of(lines, tensor_kB, rates)
         if microbatches_s:
             known = _settled(lines, tensor_kB, rates, seats.microbatches / microbatches_s)
+        else:
+            known = turns_of(lines, tensor_kB, rates)
         for device in group:
             turns[device] = known[str(device)]
     return msgspec.structs.replace(seats, turns=tuple(turns))

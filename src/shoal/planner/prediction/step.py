@@ -3,8 +3,8 @@
 The cost model in communication.py is the paper's; this is what decides. The microbatches are played (play.py), then the averaging
 (averaging.py), on lines that pass one message after the other and links of pairs that are filled side by side, as in
 transport/emulated/shaped.py; agreeing costs the messages of a round and of a view. The optimizer's seconds are added to the averaging where
-machines say their rate. Not in it: checkpoints, faults, losses on the wire, full queues and activation stores, and that gradients go first
-on a line.
+machines say their rate. Not in it: checkpoints, faults, losses on the wire, full queues and activation stores, and what goes first on a
+line where delays do not spread.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
