@@ -1,6 +1,6 @@
 """The aggregated forecast against the simulator of every message, on fleets drawn from seeds.
 
-    python benchmarks/forecast_check.py [--fleets 60] [--steps 60] [--plays 3] [--calm] [--aggregated]
+    python benchmarks/forecast_check.py [--fleets 60] [--steps 60] [--plays 3] [--shifts 4] [--calm] [--aggregated]
 
 A fleet has 4 to 16 peers, 1 to 4 stages, speeds within a factor of 2, lines of 2 to 50 MB/s, one delay of 2 to 120 ms, and in two of three
 fleets deaths and returns at given moments, which spare a replica of every stage. sim/ plays it with every message and the machines of core;
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -221,6 +222,33 @@ def exact_s(case: Case, changes: Changes, play: int = 0) -> float:
     return swarm.watch.commits.times_s[-1] - began_s
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A fleet by every message and as forecast, one of each for every shift of its changes."""
+
+    case: Case
+    changes: int
+    exact_s: Sequence[float]
+    forecast_s: Sequence[float]
+
+    @property
+    def percent(self) -> float:
+        """By which the forecasts' sum is more."""
+        return 100 * (sum(self.forecast_s) / sum(self.exact_s) - 1)
+
+    @property
+    def by_shift(self) -> list[float]:
+        return [100 * (one / other - 1) for one, other in zip(self.forecast_s, self.exact_s, strict=True)]
+
+    def __str__(self) -> str:
+        settings, count = self.case.settings, len(self.exact_s)
+        line = (
+            f"{self.case.peers:>2} peers, {settings.stages} stages, {settings.microbatches:>2} microbatches, {self.changes} changes:"
+            f" by message {sum(self.exact_s) / count:7.1f} s, forecast {sum(self.forecast_s) / count:7.1f} s, {self.percent:+.1f} %"
+        )
+        return line + (f" ({', '.join(f'{one:+.1f}' for one in self.by_shift)})" if count > 1 else "")
+
+
 def from_others(plays: Sequence[float]) -> list[float]:
     """By how many percent each differs from the median of the others; none of one."""
     rest = [statistics.median([*plays[:at], *plays[at + 1 :]]) for at in range(len(plays))] if len(plays) > 1 else []
@@ -248,37 +276,45 @@ def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> floa
     return float(run.progress.began_s)
 
 
+def compared(seed: int, args: argparse.Namespace, apart: list[float]) -> Compared:
+    """Both ways, for each shift; how far single plays are from the others goes into `apart`. Raises StoppedError."""
+    case, delay_s = drawn(seed, args.steps)
+    job = job_of(case, delay_s)
+    planned = Played(job)(np.array(job.stage_of))
+    assert planned is not None
+    changes = [] if args.calm else moments(case, planned.step_s)
+    exact, forecast = list[float](), list[float]()
+    for shift in range(args.shifts if changes else 1):
+        moved = [(at + planned.step_s * shift / args.shifts, peer, joins) for at, peer, joins in changes]
+        plays = [exact_s(case, moved, play) for play in range(args.plays)]
+        apart += from_others(plays)
+        exact.append(statistics.median(plays))
+        forecast.append(forecast_s(job, moved, args.steps, args.aggregated))
+    return Compared(case, len(changes), exact, forecast)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fleets", type=int, default=60)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--plays", type=int, default=1, help="of every fleet with every message")
+    parser.add_argument("--shifts", type=int, default=1, help="moments of every fleet's changes")
     parser.add_argument("--calm", action="store_true", help="nobody dies")
     parser.add_argument("--aggregated", action="store_true", help="sums over stages instead of played steps")
     args = parse(parser)
     errors: dict[int, float] = {}
+    shifts: dict[int, list[float]] = {}
     apart: list[float] = []  # of single plays from the others
     for seed in range(args.first, args.first + args.fleets):
-        case, delay_s = drawn(seed, args.steps)
-        job = job_of(case, delay_s)
-        planned = Played(job)(np.array(job.stage_of))
-        assert planned is not None
-        changes = [] if args.calm else moments(case, planned.step_s)
         try:
-            plays = [exact_s(case, changes, play) for play in range(args.plays)]
+            fleet = compared(seed, args, apart)
         except StoppedError as why:
             print(f"fleet {seed:>3}: left out, it stops {why}", flush=True)
             continue
-        exact, forecast = statistics.median(plays), forecast_s(job, changes, args.steps, args.aggregated)
-        apart += from_others(plays)
-        errors[seed] = 100 * (forecast / exact - 1)
-        settings = case.settings
-        print(
-            f"fleet {seed:>3}: {case.peers:>2} peers, {settings.stages} stages, {settings.microbatches:>2} microbatches,"
-            f" {len(changes)} changes: by message {exact:7.1f} s, forecast {forecast:7.1f} s, {errors[seed]:+.1f} %",
-            flush=True,
-        )
+        errors[seed] = fleet.percent
+        shifts[seed] = [round(one, 2) for one in fleet.by_shift]
+        print(f"fleet {seed:>3}: {fleet}", flush=True)
     if not errors:
         raise SystemExit("every fleet was left out")
     parts = [[abs(error) for seed, error in errors.items() if (seed >= SEEN) == held_out] for held_out in (False, True)]
@@ -299,6 +335,7 @@ def main() -> None:
             "plays_apart": spread(apart),
             "seen": [round(statistics.median(seen), 2), round(max(seen), 2)] if seen else [],
             "fleets": {str(seed): round(error, 2) for seed, error in errors.items()},
+            **({"shifts": {str(seed): percents for seed, percents in shifts.items()}} if args.shifts > 1 else {}),
         },
         args.record,
     )
