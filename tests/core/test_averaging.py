@@ -9,7 +9,7 @@ import pytest
 from tests.rounds import Group
 
 from shoal.core.allreduce.layout import fenced, objection, split
-from shoal.core.messages import Member, Round, Share, View, Withdraw
+from shoal.core.messages import GatherChunk, Member, ReduceChunk, Round, Share, View, Withdraw
 
 MEMBERS = (Member("a", 0), Member("b", 0), Member("c", 1))
 
@@ -131,8 +131,10 @@ def test_what_waits_of_a_round_that_is_void_need_not_be_sent(ends: str) -> None:
     assert [one for one in commands if isinstance(one, Withdraw)] == [Withdraw(0, 3, 7)]
 
 
-def test_what_waits_of_a_round_that_is_committed_is_sent() -> None:
-    """Joiners need its sums."""
+def test_of_a_round_that_is_committed_only_joiners_get_what_waits() -> None:
     play = Group(("a", "b", "c"), 12)
     play.begin("a")
-    assert not any(isinstance(one, Withdraw) for one in play.rounds["a"].turn())
+    (withdrawn,) = (one for one in play.rounds["a"].turn() if isinstance(one, Withdraw))
+    assert withdrawn.voids(ReduceChunk(0, 3, 7, 1)) and withdrawn.voids(GatherChunk(0, 3, 7, 1, again=True))
+    assert not withdrawn.voids(GatherChunk(0, 3, 7, 1, to_joiner=True))
+    assert not withdrawn.voids(GatherChunk(0, 4, 1, 1)) and not withdrawn.voids(GatherChunk(0, 3, 8, 1))

@@ -11,6 +11,7 @@ from tests.rounds import Group
 from shoal.core.allreduce.waiting import (
     LEAST,
     NEWCOMER,
+    SHARED,
     TELL,
     TELL_BEATS,
     COLD_Bps,
@@ -286,12 +287,34 @@ def test_nothing_is_sent_again_before_my_line_has_passed_all_that_was_sent(line_
     for chunk in chunks:
         copies.add(chunk, 5_000_000 // 8, 0.0)
     for place, chunk in enumerate(chunks, 1):
-        left_at = passed_s / 8 * place
+        left_at = SHARED * passed_s / 8 * place
         assert not copies.again(chunk, 625_000, vain=True, now=left_at * 0.999)
+    passed_s *= SHARED
     assert copies.again(chunks[0], 625_000, vain=True, now=passed_s)
     assert not copies.again(chunks[0], 625_000, vain=True, now=passed_s * 1.124), "the second copy is on its way"
     copies.keep(lambda chunk: chunk[0] != "b")
     assert copies.again(chunks[1], 625_000, vain=False, now=passed_s), "its connection has broken"
+
+
+def test_what_joiners_still_get_of_rounds_before_is_on_my_line_too() -> None:
+    """A line of 3 MB/s passed a joiner's sums for 13 s of the next round, whose chunks were asked for and sent twice meanwhile."""
+    play = Group(("a", "b"), 1_000_000, joiners=("j", "k"), line_rates=(2_000, 2_000))
+    play.begin()
+    play.run()
+    assert {to for source, to, _ in play.heard if source == "a"} == {"j", "k"}, "each gets half a gradient of 4 MB"
+
+    def free_at() -> float:
+        current = play.rounds["a"].current
+        assert current is not None
+        return current.copies.free_at
+
+    assert free_at() == pytest.approx(after := SHARED * 4 * 1.0, abs=0.01), "a part, a sum, and two joiners' sums"
+    play.rounds["a"].turn(everything=False)
+    play.begin("a", number=8)
+    assert free_at() == pytest.approx(after, abs=0.01)
+    play.rounds["a"].fail(play.a_round(8), "what was sent of it is withdrawn")
+    play.begin("a", number=9)
+    assert free_at() == pytest.approx(after, abs=0.01)
 
 
 def test_a_chunk_that_came_late_was_slow_unless_it_is_a_copy() -> None:

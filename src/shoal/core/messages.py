@@ -1386,19 +1386,21 @@ class Drop(Command, frozen=True):
 
 
 class Withdraw(Command, frozen=True):
-    """What still waits here need not be sent: chunks of that round, which is void; without a `round`, boundary tensors of steps before
-    `step`. One that is on its way arrives."""
+    """What still waits here need not be sent: chunks of that round, which is void, or `committed`, when only joiners need its sums;
+    without a `round`, boundary tensors of steps before `step`. One that is on its way arrives."""
 
     epoch: Count
     step: Count
     round: Count | None = None
+    committed: bool = False
 
     def voids(self, message: Message) -> bool:
         if self.round is None:
             return isinstance(message, BoundaryTensor) and (message.epoch, message.step) < (self.epoch, self.step)
         if not isinstance(message, ReduceChunk | GatherChunk):
             return False
-        return (message.epoch, message.step, message.round) == (self.epoch, self.step, self.round)
+        needed = self.committed and isinstance(message, GatherChunk) and message.to_joiner
+        return not needed and (message.epoch, message.step, message.round) == (self.epoch, self.step, self.round)
 
 
 class Note(Command, frozen=True):

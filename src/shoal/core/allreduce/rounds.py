@@ -26,7 +26,7 @@ from shoal.core.allreduce.checked import SumChecks, SummedChunk
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, layout_of, objection
 from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, summed, sums_for_others
-from shoal.core.allreduce.waiting import Copies, Pace, RoundTimes, Waiting
+from shoal.core.allreduce.waiting import NEVER, Copies, Pace, RoundTimes, Waiting
 from shoal.core.messages import (
     Add,
     AddRow,
@@ -86,6 +86,7 @@ class Rounds:
         self._early = EarlyChunks()
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: inputs, outputs
         self._times = RoundTimes(settings.heartbeat_s, settings.min_request_timeout_s)
+        self._free_at = NEVER  # when my line should have passed what joiners get of rounds that are over
 
     @property
     def cutting(self) -> int | None:
@@ -147,7 +148,7 @@ class Rounds:
         pace = self._pace(piece)
         line_rate = next(share.line_rate for share in shares if share.peer == self._name)
         waiting = Waiting(now + pace.patience_s, now)
-        return Current(message, group, joiners, piece, pace, now, waiting, Copies(line_rate))
+        return Current(message, group, joiners, piece, pace, now, waiting, Copies(line_rate, self._free_at))
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""
@@ -155,17 +156,20 @@ class Rounds:
         commands = self.end(reason)
         return commands + self._report_failed(message, reason, culprit)
 
-    def end(self, reason: str, void: bool = True) -> list[Command]:
-        """Let go of the round under way, of which nothing is committed if it is `void`. Blobs stay while a running task reads them."""
+    def end(self, reason: str, committed: bool = False) -> list[Command]:
+        """Let go of the round under way. Blobs stay while a running task reads them. What waits for a line is withdrawn: once the round is
+        committed all replicas have its sums."""
         current, self.current, self._reason = self.current, None, reason
         if current is None:
             return []
         if current.reduced is None:
             self._times.end(None, lost=False)
+        if committed and current.joiners:
+            self._free_at = current.copies.free_at
         read = {blob for task in current.tasks.values() for blob in task.reads}
         self._void |= {task.id: (task.reads, task.makes) for task in current.tasks.values()}
         of, dropped = current.message, drop(tuple(blob for blob in current.live if blob not in read))
-        return [Withdraw(of.epoch, of.step, of.round), *dropped] if void else dropped
+        return [Withdraw(of.epoch, of.step, of.round, committed), *dropped]
 
     def turn(self, everything: bool = True) -> list[Command]:
         """What I held of the step is void, or (not everything) it is over. Then early chunks of the view's own step stay: with
@@ -173,7 +177,7 @@ class Rounds:
         view = self._replica.view
         stays = (view.epoch, view.step) if view is not None and not everything else None
         early = self._early.keep_step(stays)
-        commands = self.end("the step is over", void=False)
+        commands = self.end("the step is over", committed=True)
         self._newest, self._reason = -1, ""
         return commands + early
 
@@ -398,6 +402,7 @@ class Rounds:
             current.copies.add((peer, number, True), current.piece.layout.values(number), now)
         sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
         of = current.message
+        current.copies.take(len(current.joiners) * current.piece.layout.values(number), now)
         chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
         hurries = self._replica.hurries
         return sends + [Send(to, msgspec.structs.replace(chunk, urgent=hurries(to)), (blob,)) for to in current.joiners]

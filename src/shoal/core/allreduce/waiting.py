@@ -26,6 +26,7 @@ FP32 = 4  # bytes of a value
 NEWCOMER = 4  # times that a round may take longer with somebody new
 LEFTOVERS = 3  # times that a round may take longer after abandoned ones, whose chunks are still on their way
 QUICK, ASKS = 12, 6  # after so many times the pause between two doubles, as often as that,
+SHARED = 1.5  # times that a line takes longer for a round than its bytes say: tensors and what goes to joiners have turns, too
 VAIN = 4  # but not sooner than so many times after the leader has learned whom I wait for: it judges by what comes then
 
 
@@ -133,6 +134,7 @@ class Waiting(msgspec.Struct):
         self.ask_at = now + pause_s * 2 ** min(max(0, self.asks - QUICK), ASKS)
 
 
+NEVER = float("-inf")
 Chunk = tuple[Peer, int, bool]  # to whom, which, and whether it is a sum
 
 
@@ -140,22 +142,23 @@ class Copy(msgspec.Struct):
     """The newest copy of a chunk that was sent, when my line should have passed it, how many there were before, and whether it has been
     asked for since the first."""
 
-    at: float = float("-inf")
-    left_at: float = float("-inf")
+    at: float = NEVER
+    left_at: float = NEVER
     before: int = 0
     asked: bool = False
 
 
 class Copies:
-    """What was sent in a round. It may be on its way, where another copy would only make that longer. `line_rate`: of my line, kB/s."""
+    """What was sent in a round. It may be on its way, where another copy would only make that longer. `line_rate`: of my line, kB/s.
+    `free_at`: when that should have passed what was sent in rounds before."""
 
-    def __init__(self, line_rate: int = 0) -> None:
+    def __init__(self, line_rate: int = 0, free_at: float = NEVER) -> None:
         self._sent: dict[Chunk, Copy] = {}
         self._line_Bps = max(1e3 * line_rate, LEAST_Bps) if line_rate else COLD_Bps
-        self._free_at = float("-inf")  # when my line should have passed all that was sent
+        self.free_at = free_at  # when my line should have passed all that was sent
 
     def add(self, chunk: Chunk, values: int, now: float) -> None:
-        self._sent[chunk] = Copy(left_at=self._passed_at(values, now))
+        self._sent[chunk] = Copy(left_at=self.take(values, now))
 
     def keep(self, wanted: Callable[[Chunk], bool]) -> None:
         self._sent = {chunk: copy for chunk, copy in self._sent.items() if wanted(chunk)}
@@ -168,9 +171,10 @@ class Copies:
         pause_s = FP32 * values / COLD_Bps * 2**copy.before
         if not asked or now < copy.left_at or now - copy.at < pause_s:
             return False
-        copy.at, copy.left_at, copy.before = now, self._passed_at(values, now), min(copy.before + 1, ASKS)
+        copy.at, copy.left_at, copy.before = now, self.take(values, now), min(copy.before + 1, ASKS)
         return True
 
-    def _passed_at(self, values: int, now: float) -> float:
-        self._free_at = max(self._free_at, now) + FP32 * values / self._line_Bps
-        return self._free_at
+    def take(self, values: int, now: float) -> float:
+        """So many are sent: when my line should have passed them."""
+        self.free_at = max(self.free_at, now) + SHARED * FP32 * values / self._line_Bps
+        return self.free_at
