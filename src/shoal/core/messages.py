@@ -1386,8 +1386,8 @@ class Drop(Command, frozen=True):
 
 
 class Withdraw(Command, frozen=True):
-    """What still waits here need not be sent: chunks of that round, which is void, or `committed`, when only joiners need its sums;
-    without a `round`, boundary tensors of steps before `step`. One that is on its way arrives."""
+    """What waits here need not go: chunks of that void round, or a `committed` one's but for joiners' sums; without a `round`, boundary
+    tensors of steps before `step`. One on its way arrives."""
 
     epoch: Count
     step: Count

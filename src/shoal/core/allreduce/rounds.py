@@ -23,6 +23,7 @@ import msgspec
 
 from shoal.core.allreduce.bounds import allowed
 from shoal.core.allreduce.checked import SumChecks, SummedChunk
+from shoal.core.allreduce.chunks import part_of, resend_of, sum_for_joiner, sum_of
 from shoal.core.allreduce.early_chunks import EarlyChunk, EarlyChunks
 from shoal.core.allreduce.layout import Layout, early_parts, fenced, layout_of, objection
 from shoal.core.allreduce.piece import Piece, Work, is_checked, missing_from, own_parts, summed, sums_for_others
@@ -297,9 +298,10 @@ class Rounds:
         else:
             blob = (piece.sums if message.chunk in role.broadcasts else piece.before).get(message.chunk)
         if blob is not None:
-            make = self._sum if message.sum else self._part
             sends = current.copies.again(chunk, piece.layout.values(message.chunk), message.vain, now)
-            return [Send(peer, make(current, message.chunk, again=True), (blob,))] if sends else []
+            part = part_of(current.message, message.chunk, again=True)
+            sum_ = sum_of(current.message, message.chunk, piece.layout.weighted, again=True)
+            return [Send(peer, sum_ if message.sum else part, (blob,))] if sends else []
         if not message.vain or current.reduced is not None or current.waiting.reported_at is not None:
             return []
         return self._report_missing(current, now)
@@ -388,7 +390,7 @@ class Rounds:
             if peer == self._name:
                 current.piece.parts.setdefault(number, {})[peer] = cut[number]
                 continue
-            sends.append(Send(peer, self._part(current, number), (cut[number],)))
+            sends.append(Send(peer, part_of(current.message, number), (cut[number],)))
             current.copies.add((peer, number, False), current.piece.layout.values(number), now)
         return sends + self._go_on(current)
 
@@ -397,15 +399,14 @@ class Rounds:
         current.piece.sums[number] = blob
         if number not in current.piece.role.broadcasts:
             return []
-        peers = current.piece.role.broadcasts[number]
-        for peer in peers:
-            current.copies.add((peer, number, True), current.piece.layout.values(number), now)
-        sends: list[Command] = [Send(peer, self._sum(current, number), (blob,)) for peer in peers]
-        of = current.message
-        current.copies.take(len(current.joiners) * current.piece.layout.values(number), now)
-        chunk = GatherChunk(of.epoch, of.step, of.round, number, to_joiner=True)
-        hurries = self._replica.hurries
-        return sends + [Send(to, msgspec.structs.replace(chunk, urgent=hurries(to)), (blob,)) for to in current.joiners]
+        layout, of, sends = current.piece.layout, current.message, list[Command]()
+        for peer in current.piece.role.broadcasts[number]:
+            current.copies.add((peer, number, True), layout.values(number), now)
+            sends.append(Send(peer, sum_of(of, number, layout.weighted), (blob,)))
+        for peer in current.joiners:
+            current.copies.take(layout.values(number), now)
+            sends.append(Send(peer, sum_for_joiner(of, number, self._replica.hurries(peer)), (blob,)))
+        return sends
 
     def _go_on(self, current: Current) -> list[Command]:
         """Start what has all it needs: adding up chunks, gathering the whole."""
@@ -449,8 +450,9 @@ class Rounds:
             commands += self._report_missing(current, now)
         if now >= waiting.ask_at:
             waiting.on_asking(pace, now)
+            of, vain = current.message, waiting.reported_at is not None
             missing = missing_from(current.piece, self._name)
-            commands += [Send(peer, self._resend(current, number, sum)) for peer, number, sum in missing]
+            commands += [Send(peer, resend_of(of, number, sum, vain)) for peer, number, sum in missing]
         return commands
 
     def _report_missing(self, current: Current, now: float) -> list[Command]:
@@ -479,17 +481,6 @@ class Rounds:
     def _report_failed(self, message: Round, reason: str, culprit: str) -> list[Command]:
         failed = RoundFailed(message.epoch, message.step, message.round, reason[:TEXT], culprit)
         return [Send(self._replica.leader, failed)] if self._replica.leader is not None else []
-
-    def _part(self, current: Current, chunk: int, again: bool = False) -> ReduceChunk:
-        return ReduceChunk(current.message.epoch, current.message.step, current.message.round, chunk, again)
-
-    def _sum(self, current: Current, chunk: int, again: bool = False) -> GatherChunk:
-        of, first = current.message, current.piece.layout.weighted
-        return GatherChunk(of.epoch, of.step, of.round, chunk, first=first, again=again)
-
-    def _resend(self, current: Current, chunk: int, sum: bool) -> Resend:
-        of, vain = current.message, current.waiting.reported_at is not None
-        return Resend(of.epoch, of.step, of.round, chunk, sum, vain)
 
     def _do(self, current: Current, task: Work) -> list[Command]:
         current.tasks[task.id] = task
