@@ -320,3 +320,5 @@ def test_a_run_that_is_starting_is_waited_for(tmp_path: Path) -> None:
         invite_command.await_start(directory)
         assert all(file.exists() for file in files)
         timer.join()
+        (directory / rundir.BOOTSTRAP).unlink()
+        invite_command.await_start(directory, ("192.0.2.1:4711",))  # by which others are found, whoever listens here

@@ -42,6 +42,8 @@ def test_nobody_is_asked_for_a_run_that_nobody_can_train(tmp_path: Path, capsys:
         for text in ("", "[", json.dumps([f"127.0.0.1:{closed.getsockname()[1]}"])):
             (tmp_path / "bootstrap.json").write_text(text)
             assert returning.living(config, tmp_path) is None
+            assert not (tmp_path / "bootstrap.json").exists(), "an invite would name a port that nobody listens at"
+            assert returning.living(config, tmp_path) is None, "killed meanwhile, it asks the same again"
     assert not capsys.readouterr().out
 
 

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--wait {args.wait:g}: wanted seconds above 0; try 20")
     config = configuration.load(directory / "config.toml")
     authority = Authority.load(directory / "authority.key")
-    addresses = msgspec.json.decode((directory / "bootstrap.json").read_bytes(), type=tuple[str, ...])
+    addresses = rundir.addresses(directory)
     saved = checkpoints.saved_by(config, authority.run)
     labels = rundir.labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)

@@ -19,6 +19,7 @@ from shoal.config import Config
 from shoal.core.consensus.certificates import can_agree
 from shoal.core.messages import Peer, Standing, StandingRequest, View
 from shoal.launcher import reach
+from shoal.launcher.files import rundir
 from shoal.launcher.invites import Office
 from shoal.transport.base import Incoming
 from shoal.transport.directory.directory import Directory
@@ -39,14 +40,8 @@ class Living(msgspec.Struct, frozen=True):
 
 def living(config: Config, directory: Path) -> Living | None:
     """None: nobody trains it now. ValueError: somebody does, with other settings than `config`."""
-    bootstrap = directory / "bootstrap.json"
-    if not (directory / "authority.key").exists() or not bootstrap.exists():
-        return None
-    try:
-        known = msgspec.json.decode(bootstrap.read_bytes(), type=tuple[str, ...])
-    except msgspec.DecodeError:  # half a file: the machine lost its power
-        return None
-    if not known or reach.problems(known):
+    known = rundir.addresses_before(directory)
+    if not (directory / "authority.key").exists() or not known or reach.problems(known):
         return None
     print("other machines may still train this run: asking them", flush=True)
     before = configuration.load(directory / "config.toml")

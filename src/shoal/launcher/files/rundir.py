@@ -6,6 +6,7 @@
     peers.json     the launcher's peers as processes      wanted.json  how many there are to be, while `shoal chaos` is at work
                                                           faults.json  whose links it has cut or slowed
     config.toml    the whole configuration               authority.key, bootstrap.json   for `shoal invite`
+    bootstrap.before.json  where the session before was found, by whom a resumed one asks whether others train on
     invites.json   invites that were issued, renewed, revoked            founder.key, founder.port   its first peer's, in every session
     names.json     which peer is p1, p2, ...             override.json   the last `shoal recover`
     session.json   what this session began with, when it resumed an earlier one
@@ -149,6 +150,7 @@ def claimed(directory: Path) -> Iterator[IO[str]]:
         yield lock
 
 
+BOOTSTRAP, BEFORE = "bootstrap.json", "bootstrap.before.json"
 WATCHED = "watched"  # touched by `shoal watch` each time it reads the status
 UNLOADABLE = "unloadable"  # the step of a checkpoint that no machine could load
 FOUNDING = (
@@ -159,6 +161,24 @@ FOUNDING = (
     "session.json",
     "plan.json",
 )  # written once, when a session begins
+
+
+def addresses_before(directory: Path) -> tuple[str, ...]:
+    """Where the run's peers were found in the session before, which are set aside: whoever makes an invite waits for those of the new one.
+    Empty: it never had any, or the machine lost its power while they were written."""
+    bootstrap, before = directory / BOOTSTRAP, directory / BEFORE
+    if bootstrap.exists():
+        os.replace(bootstrap, before)
+    try:
+        return msgspec.json.decode(before.read_bytes(), type=tuple[str, ...])
+    except (FileNotFoundError, *UNDECODABLE):
+        return ()
+
+
+def addresses(directory: Path) -> tuple[str, ...]:
+    """Where the run's peers are found, or were. FileNotFoundError: it never had any."""
+    path = directory / BOOTSTRAP
+    return msgspec.json.decode((path if path.exists() else directory / BEFORE).read_bytes(), type=tuple[str, ...])
 
 
 def founding(directory: Path) -> dict[str, bytes]:
