@@ -100,6 +100,19 @@ def test_the_next_step_but_one_waits_for_the_commit() -> None:
     assert (leader.view.step, leader.view.work) == (1, 2)  # both at once: its books were whole
 
 
+def test_a_joiner_with_another_state_is_found_while_a_round_is_open() -> None:
+    """As one is nearly always, it stayed a joiner for 25 steps, and its donors made no newer copy for the next, which was evicted."""
+    leader = LeaderRig(LATE)
+    leader.start()
+    leader.join("d")
+    leader.fill_books()
+    assert leader.view.ahead and [one.peer for one in leader.view.joining] == ["d"]
+    leader.heartbeat("d", digest="made up")
+    leader.wait(1.0, alive=("b", "c"))
+    assert not leader.view.joining and "d came with another state" in leader.reasons
+    assert leader.rounds()[-1].step == leader.view.step == 0, "the round goes on"
+
+
 def a_death() -> LeaderRig:
     """c dies with two bookings of the averaged step and one of the next."""
     leader = a_leader()

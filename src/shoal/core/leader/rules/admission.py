@@ -57,11 +57,12 @@ def _welcome(peer: Peer, there: tuple[Member, ...], facts: Facts, now: float) ->
 
 
 def misfits(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Misfit]:
-    """Joiners with another state than their stage's members, before a rule would take them for ready."""
+    """Joiners with another state than their stage's members, before a rule would take them for ready. With delayed updates a round is open
+    at nearly all times, and no step waits for who is found then."""
     if not view.joining:
         return ()
     if view.started:
-        candidates = () if facts.rounds.open is not None else _not_fenced(view)
+        candidates = () if facts.rounds.open is not None and not view.ahead else _not_fenced(view)
     else:
         candidates = view.joining if view.epoch or len(facts.present) >= settings.peers else ()
     return [Misfit(member) for member in candidates if facts.misfit(member, view)]
