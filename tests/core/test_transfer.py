@@ -202,6 +202,61 @@ def test_what_is_asked_for_again_says_so_and_its_time_counts_from_the_first_requ
     assert [command for command in play.said if isinstance(command, Note)]
 
 
+def two_donors(chunks: int) -> Play:
+    play = Play()
+    manifest = Manifest(hashes=MANIFEST.hashes[:chunks], sizes=MANIFEST.sizes[:chunks])
+    for donor in "bc":
+        play.offer(donor, manifest=manifest)
+    return play
+
+
+def test_who_has_sent_its_chunks_is_asked_for_the_last_ones_of_a_slower_donor() -> None:
+    """The last chunks of a line that is ten times as narrow as the others took as long as all the rest."""
+    play = two_donors(4)
+    play.wait(1.0)
+    play.whole("c", 2)
+    assert not play.asked(), "it still has one to send"
+    play.wait(1.0)
+    play.whole("c", 3)
+    assert play.asked() == [("c", 1)], "which b begins with last"
+    play.wait(1.0)
+    play.whole("c", 1)
+    assert play.asked() == [("c", 0)]
+    play.wait(0.5)
+    play.chunk("b", 0)
+    play.done(play.task(CheckChunk))
+    assert play.task(Import).chunks == 4, "whoever comes first counts"
+    play.chunk("c", 0)
+    assert not [c for c in play.said if isinstance(c, Do)]
+
+
+def test_a_donor_that_is_about_as_quick_is_waited_for() -> None:
+    play = two_donors(3)
+    play.wait(1.0)
+    play.whole("b", 0)
+    play.whole("c", 2)
+    assert not play.asked() and play.transfer.deadline == 2.0, "b has had twice what c takes for one"
+    play.wait(1.0)
+    assert play.asked() == [("c", 1)]
+    deadline = play.transfer.deadline
+    play.wait(1.0)
+    assert not play.asked() and deadline is not None and deadline > 5.0, (
+        "b has sent nothing since that c could be measured by"
+    )
+
+
+def test_a_chunk_is_asked_once_of_each_donor_and_of_none_that_has_sent_nothing() -> None:
+    play = two_donors(3)
+    play.offer("d", manifest=Manifest(hashes=MANIFEST.hashes[:3], sizes=MANIFEST.sizes[:3]))
+    play.wait(1.0)
+    play.whole("c", 2)
+    asked: list[tuple[str, int]] = []
+    while play.now < 3.9:
+        play.wait(0.1)
+        asked += play.asked()
+    assert asked == [("c", 1)], "d has not shown what it takes, and c has that one to send"
+
+
 def test_a_silent_donor_is_waited_for_twice_as_long_each_time() -> None:
     play = alone()
     waited = []

@@ -3,7 +3,9 @@
 The donors offer the same manifest (hashes and sizes of the chunks of one version). Each chunk comes from one of them and is compared
 with its hash. A donor that dies, lies or falls silent costs the chunks requested of it; the verified chunks stay. A late chunk is as
 good as one in time, and lengthens the patience: otherwise a line on which each chunk takes longer than the deadline would never deliver
-one. For transfer.py, which decides what to download and what to do with a whole state, and for copies.py, which downloads shards of
+one. When all chunks are requested, whoever has sent its own is asked for the last ones of slower donors, too.
+
+For transfer.py, which decides what to download and what to do with a whole state, and for copies.py, which downloads shards of
 checkpoints from whoever holds them. The sending sides are donor.py and copies.py.
 """
 
@@ -44,6 +46,7 @@ CHUNKS_AT_ONCE = 2  # in flight from one donor: one travels while the other is r
 COLD_Bps, COLD_BYTES = 5e6, 16 << 20
 RETRY_BEATS = 8  # a silent donor is given up; chunks that usually take longer get four times as long,
 DOUBLED = 4  # and twice as long, at most so many times, after each donor given up since the last chunk arrived
+LAST = 2.0  # times as long as a donor without a request takes for a chunk, that one of another is waited for
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -88,6 +91,27 @@ class Download(msgspec.Struct):
         tuple[int, Peer], float
     ] = {}  # when that chunk was requested first of that peer, which may send it yet
     checking: dict[str, tuple[int, Peer]] = {}
+    came_at: dict[
+        Peer, float
+    ] = {}  # when each donor's last chunk did, and what it took since the one before, or since its request
+    took_s: dict[Peer, float] = {}
+
+    def came(self, peer: Peer, requested_at: float, now: float) -> None:
+        """A chunk of that donor."""
+        self.took_s[peer] = now - max(requested_at, self.came_at.get(peer, requested_at))
+        self.came_at[peer] = now
+
+    def last_of(self, idle: Peer) -> tuple[float, int] | None:
+        """Of the chunks that others are to send: from when on that donor, which has sent its own, is asked for one, too, and which. The one
+        that was requested last of whoever has sent nothing for longest."""
+        if idle not in self.took_s or any(peer == idle for peer, _ in self.open.values()):
+            return None
+        last = {peer: (self.came_at.get(peer, at), at, chunk) for chunk, (peer, at) in self.open.items()}
+        able = [(since, at, chunk) for since, at, chunk in last.values() if (chunk, idle) not in self.given_up]
+        if not able:
+            return None
+        _, at, chunk = min(able)
+        return at + LAST * self.took_s[idle], chunk
 
     def holds(self, chunk: int) -> bool:
         """It is here, if its hash is right."""
@@ -179,6 +203,7 @@ class Downloader:
         for peer in sorted(late):
             self._misses += 1
             commands += self._without(peer, "it does not answer", now)
+        commands += self._request_last(now)
         if self.retry_at is None:
             self._watch(now)
         return commands
@@ -226,6 +251,7 @@ class Downloader:
         current.wanted = [number for number in current.wanted if number != chunk.chunk]
         self._usual.add(now - requested_at)
         self._misses = 0
+        current.came(peer, requested_at, now)
         task = f"y/{next(self._serial)}"
         current.checking[task] = chunk.chunk, peer
         return [Do(_check(task, current, chunk.chunk, blobs[0].id, target.saved)), *unused]
@@ -272,6 +298,7 @@ class Downloader:
                 again = (chunk, donor) in current.given_up
                 request = ChunkRequest(target.epoch, current.step, current.stage, chunk, target.shard, again)
                 commands.append(Send(donor, request))
+        commands += self._request_last(now)
         self._watch(now)
         return commands
 
@@ -302,10 +329,32 @@ class Downloader:
             return self.target.saved.step
         return since if self._source == self.target.stage else view.step
 
+    def _request_last(self, now: float) -> list[Command]:
+        """Donors that have nothing to send any more are asked for what others take long for. Whichever copy comes first counts."""
+        current, target = self.current, self.target
+        if current is None or target is None or current.wanted:
+            return []
+        commands: list[Command] = []
+        for donor in current.donors:
+            last = current.last_of(donor)
+            if last is not None and now >= last[0]:
+                chunk = last[1]
+                peer, requested_at = current.open[chunk]
+                current.given_up.setdefault((chunk, peer), requested_at)
+                current.open[chunk] = donor, now
+                commands.append(
+                    Send(donor, ChunkRequest(target.epoch, current.step, current.stage, chunk, target.shard))
+                )
+        return commands
+
     def _watch(self, now: float) -> None:
-        """Set the deadline to when the next chunk is late."""
-        requested = [at for _, at in self.current.open.values()] if self.current is not None else []
+        """Set the deadline to when the next chunk is late, or asked of another donor."""
+        current = self.current
+        requested = [at for _, at in current.open.values()] if current is not None else []
         self.retry_at = min(requested, default=now) + self._patience_s
+        if current is not None and not current.wanted:
+            lasts = [last[0] for donor in current.donors if (last := current.last_of(donor)) is not None]
+            self.retry_at = min([self.retry_at, *(max(at, now) for at in lasts)])
 
     @property
     def _patience_s(self) -> float:
