@@ -34,6 +34,7 @@ class Machines:
     def train(self, *words: str) -> None:
         self.host = self.start("run", "tiny.toml", "--here", "1", *WORDS, *self.words, *words)
         bootstrap = self.place / "runs/tiny/bootstrap.json"
+        bootstrap.unlink(missing_ok=True)
         wait_for(lambda: self.host.poll() is not None or (bootstrap.exists() and json.loads(bootstrap.read_bytes())))
         if self.host.poll() is not None:
             return
