@@ -91,9 +91,8 @@ class Download(msgspec.Struct):
         tuple[int, Peer], float
     ] = {}  # when that chunk was requested first of that peer, which may send it yet
     checking: dict[str, tuple[int, Peer]] = {}
-    came_at: dict[
-        Peer, float
-    ] = {}  # when each donor's last chunk did, and what it took since the one before, or since its request
+    # When each donor's newest chunk came, and what that took since the one before, or since it was requested
+    came_at: dict[Peer, float] = {}
     took_s: dict[Peer, float] = {}
 
     def came(self, peer: Peer, requested_at: float, now: float) -> None:

@@ -58,7 +58,7 @@ def _welcome(peer: Peer, there: tuple[Member, ...], facts: Facts, now: float) ->
 
 def misfits(view: View, facts: Facts, settings: Settings, now: float) -> Iterable[Misfit]:
     """Joiners with another state than their stage's members, before a rule would take them for ready. With delayed updates a round is open
-    at nearly all times, and no step waits for who is found then."""
+    at nearly all times; joiners are no part of it."""
     if not view.joining:
         return ()
     if view.started:
