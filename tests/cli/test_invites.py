@@ -314,7 +314,7 @@ def test_a_run_that_is_starting_is_waited_for(tmp_path: Path) -> None:
     directory.mkdir()
     invite_command.await_start(directory)  # nobody is starting one
     with rundir.claimed(directory):
-        files = [directory / name for name in invite_command.FOUNDED]
+        files = [directory / name for name in ("config.toml", rundir.BOOTSTRAP)]
         timer = threading.Timer(0.3, lambda: [file.write_text("") for file in files])
         timer.start()
         invite_command.await_start(directory)
@@ -322,3 +322,16 @@ def test_a_run_that_is_starting_is_waited_for(tmp_path: Path) -> None:
         timer.join()
         (directory / rundir.BOOTSTRAP).unlink()
         invite_command.await_start(directory, ("192.0.2.1:4711",))  # by which others are found, whoever listens here
+
+
+def test_invites_and_lists_go_by_the_addresses_of_before_while_a_run_begins_again_or_could_not(tmp_path: Path) -> None:
+    """A resume that is refused, as others train on with other settings, must not leave a run that nobody can be invited to."""
+    with pytest.raises(ValueError, match="no run has been started there"):
+        invite_command.Founded(tmp_path)
+    (tmp_path / "config.toml").write_text(configuration.text(configuration.load(demo.CONFIG)))
+    Authority.load(tmp_path / "authority.key")
+    (tmp_path / rundir.BOOTSTRAP).write_text('["192.0.2.1:4711"]')
+    assert rundir.set_addresses_aside(tmp_path) == ("192.0.2.1:4711",)
+    assert not (tmp_path / rundir.BOOTSTRAP).exists()
+    assert invite_command.Founded(tmp_path).addresses == ("192.0.2.1:4711",)
+    assert invite_command.Founded(tmp_path, ("there:1",)).addresses == ("there:1", "192.0.2.1:4711")

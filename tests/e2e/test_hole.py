@@ -24,7 +24,7 @@ def test_a_peer_whose_tensors_vanish_is_found_out_and_the_others_go_on(tmp_path:
         able = [seat for seat in swarm.locals.members if seat.stage == three and seat.label and seat.label not in leads]
         label, began = able[0].label, len(swarm.commits())
         swarm.chaos(f'kind = "hole"\nwho = "{label}"\ndirection = "out"\nfor = "150 s"')
-        # Within ten seconds, mostly before a screen says that the run stands still
+        # It may be before a screen says that the run stands still
         assert re.search(rf"removed +{label}: removed from the run", swarm.notes())
         assert len(swarm.commits()) > began + 3
         wait_for(lambda: swarm.going() and label in {seat.label for seat in swarm.locals.members})

@@ -169,7 +169,7 @@ def door(place: str, tokenizer: str = "") -> Door | None:
     if (directory / "authority.key").exists():
         config = configuration.load(directory / "config.toml")
         authority = Authority.load(directory / "authority.key")
-        listening = directory / "bootstrap.json"
+        listening = directory / rundir.BOOTSTRAP
         if not listening.exists():
             raise ValueError(
                 f"{place}: none of its peers listens yet; try again when it says that it trains, or serves"

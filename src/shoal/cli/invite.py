@@ -28,7 +28,6 @@ from shoal.transport.identity.passes import MAX_PEERS, date
 
 DIGEST_CHARS = 32  # of the data's SHA-256 in an invite: nobody finds other data that begin like this
 DISTRIBUTE_S = 20.0  # for the peers of a run to receive a new list
-FOUNDED = "config.toml", rundir.BOOTSTRAP  # in the directory of a run that can be joined
 TELL_S, START_S = 2.0, 120.0  # a run that is starting is waited for: until people are told, and at most
 
 
@@ -79,7 +78,8 @@ def await_start(directory: Path, via: Sequence[str] = ()) -> None:
     """Of a run that is starting there, until it can be joined, `via` other addresses or by its own: its first peer may listen a moment
     before that is written. ValueError when that takes too long."""
     began, tell_s = time.monotonic(), TELL_S
-    while not _is_founded(directory, via) and rundir.running(directory):
+    wanted = ("config.toml",) if via else ("config.toml", rundir.BOOTSTRAP)
+    while not all((directory / name).exists() for name in wanted) and rundir.running(directory):
         waited_s = time.monotonic() - began
         if waited_s > START_S:
             raise ValueError(
@@ -89,10 +89,6 @@ def await_start(directory: Path, via: Sequence[str] = ()) -> None:
             print(f"{directory}: the run is starting; waiting for its first peer", file=sys.stderr, flush=True)
             tell_s = START_S
         time.sleep(0.1)
-
-
-def _is_founded(directory: Path, via: Sequence[str]) -> bool:
-    return all((directory / name).exists() for name in FOUNDED[: 1 if via else 2])
 
 
 def directory_of(run: str, settings: Sequence[str]) -> Path:
@@ -117,15 +113,14 @@ class Founded:
     """A run that was founded on this machine, as its directory tells. ValueError when there is none."""
 
     def __init__(self, directory: Path, via: Sequence[str] = ()) -> None:
-        if not _is_founded(directory, via):
+        own = rundir.addresses(directory)
+        if not (directory / "config.toml").exists() or (own is None and not via):
             raise ValueError(f"{directory}: no run has been started there; start it with: shoal run CONFIG")
         self.directory = directory
         self.office = Office(directory, _authority(directory))
         self.config = configuration.load(directory / "config.toml")
         self.via = tuple(via)
-        listed = directory / rundir.BOOTSTRAP
-        own = msgspec.json.decode(listed.read_bytes(), type=tuple[str, ...]) if listed.exists() else ()
-        self.addresses = (*via, *own)[:32]
+        self.addresses = (*via, *(own or ()))[:32]
 
     def invite(self, lifetime_s: float, peers: int, title: str, renews: bool) -> str:
         if not self.addresses:

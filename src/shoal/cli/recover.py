@@ -62,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
     config = configuration.load(directory / "config.toml")
     authority = Authority.load(directory / "authority.key")
     addresses = rundir.addresses(directory)
+    if addresses is None:
+        raise ValueError(f"{directory}: none of the run's peers has ever listened; there is nobody to ask")
     saved = checkpoints.saved_by(config, authority.run)
     labels = rundir.labels(directory)
     invite = read_invite(authority.invite(addresses, time.time() + PASS_S, config.run.name), 0.0)

@@ -40,7 +40,7 @@ class Living(msgspec.Struct, frozen=True):
 
 def living(config: Config, directory: Path) -> Living | None:
     """None: nobody trains it now. ValueError: somebody does, with other settings than `config`."""
-    known = rundir.addresses_before(directory)
+    known = rundir.set_addresses_aside(directory)
     if not (directory / "authority.key").exists() or not known or reach.problems(known):
         return None
     print("other machines may still train this run: asking them", flush=True)

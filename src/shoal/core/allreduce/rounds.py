@@ -299,9 +299,9 @@ class Rounds:
             blob = (piece.sums if message.chunk in role.broadcasts else piece.before).get(message.chunk)
         if blob is not None:
             sends = current.copies.again(chunk, piece.layout.values(message.chunk), message.vain, now)
-            part = part_of(current.message, message.chunk, again=True)
-            sum_ = sum_of(current.message, message.chunk, piece.layout.weighted, again=True)
-            return [Send(peer, sum_ if message.sum else part, (blob,))] if sends else []
+            of, weighted = current.message, piece.layout.weighted
+            copy = sum_of(of, message.chunk, weighted, True) if message.sum else part_of(of, message.chunk, True)
+            return [Send(peer, copy, (blob,))] if sends else []
         if not message.vain or current.reduced is not None or current.waiting.reported_at is not None:
             return []
         return self._report_missing(current, now)

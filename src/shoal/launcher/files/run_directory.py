@@ -96,7 +96,7 @@ class RunDirectory:
         evictions: tuple[Eviction, ...] = (),
     ) -> None:
         """For joiners, for `shoal chaos`, for commands that name peers, and for `shoal leaderboard`. Only what has changed is written."""
-        lists = {"bootstrap.json": addresses, "peers.json": peers, "names.json": names, EVICTIONS: evictions}
+        lists = {rundir.BOOTSTRAP: addresses, "peers.json": peers, "names.json": names, EVICTIONS: evictions}
         for name, content in lists.items():
             if content and content != self._listed.get(name) and self._files.put(name, msgspec.json.encode(content)):
                 self._listed[name] = content

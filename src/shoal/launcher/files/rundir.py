@@ -163,22 +163,20 @@ FOUNDING = (
 )  # written once, when a session begins
 
 
-def addresses_before(directory: Path) -> tuple[str, ...]:
-    """Where the run's peers were found in the session before, which are set aside: whoever makes an invite waits for those of the new one.
-    Empty: it never had any, or the machine lost its power while they were written."""
-    bootstrap, before = directory / BOOTSTRAP, directory / BEFORE
-    if bootstrap.exists():
-        os.replace(bootstrap, before)
-    try:
-        return msgspec.json.decode(before.read_bytes(), type=tuple[str, ...])
-    except (FileNotFoundError, *UNDECODABLE):
-        return ()
+def set_addresses_aside(directory: Path) -> tuple[str, ...]:
+    """Where the run's peers were found in the session before; () if nowhere. Whoever makes an invite waits for those of the new one."""
+    if (directory / BOOTSTRAP).exists():
+        os.replace(directory / BOOTSTRAP, directory / BEFORE)
+    return addresses(directory) or ()
 
 
-def addresses(directory: Path) -> tuple[str, ...]:
-    """Where the run's peers are found, or were. FileNotFoundError: it never had any."""
+def addresses(directory: Path) -> tuple[str, ...] | None:
+    """Where the run's peers are found, or were before. None: it never had any, or the machine lost its power while they were written."""
     path = directory / BOOTSTRAP
-    return msgspec.json.decode((path if path.exists() else directory / BEFORE).read_bytes(), type=tuple[str, ...])
+    try:
+        return msgspec.json.decode((path if path.exists() else directory / BEFORE).read_bytes(), type=tuple[str, ...])
+    except (FileNotFoundError, *UNDECODABLE):
+        return None
 
 
 def founding(directory: Path) -> dict[str, bytes]:

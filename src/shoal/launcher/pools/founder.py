@@ -105,7 +105,7 @@ class Founder:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-5:])
 
     def _listens(self, began_s: float) -> bool:
-        path = self.directory / "bootstrap.json"
+        path = self.directory / rundir.BOOTSTRAP
         try:
             fresh = path.stat().st_mtime >= began_s
             return fresh and bool(msgspec.json.decode(path.read_bytes()))
