@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.transport.congestion.busy_rate import BusyRate
@@ -28,13 +28,15 @@ ALLOWED_PART = 1 / 8  # of the round trip
 FIRST_GROWTH, GROWTH = 2.0, 1.25  # of the window, until it was too large for the first time; later
 BASE_S = 30.0  # after which the base is measured anew, at a few round trips' loss
 
-FIRST_BYTES = 256 << 10  # of an uplink that has not been measured
+FIRST_BYTES = 128 << 10  # of an uplink that has not been measured
+MOST_BYTES = 256 << 10  # at once, over one connection
 LEAST_WINDOW_BYTES = 64 << 10  # of any
 LEAST_BYTES = 16 << 10  # that are worth a call of the system
 # Of queue: a time, and a part of the round trip; a busy machine writes late
 UPLINK_ALLOWED_S, UPLINK_ALLOWED_PART = 0.01, 1 / 10
 ROUND_S = 0.02  # at least
-START_GROWTH = 1.5  # of the window in a round trip, while it is not known what the line carries
+START_GROWTH = 1.6  # of the window in a round trip, while it is not known what the line carries
+FIRST_SIGN = 1 / 4  # of the queue that is allowed: the line is nearly full, as bytes come in bursts
 STEP = 1.125  # of the window, from round to round, while there is no queue: acknowledgements show it two rounds later
 MOST_TRIPS = 2.0  # of what is delivered in a round trip: as much as BBR has on its way
 RATE_ROUNDS = 3  # that make a rate: the looks are some milliseconds apart, and bytes come late together
@@ -130,6 +132,15 @@ class Acknowledged(NamedTuple):
     base_s: float
 
 
+class Look(NamedTuple):
+    """What all connections' receivers have acknowledged since the look before. `base_s`: of a byte; `queue_s`: common to all."""
+
+    at: float
+    nbytes: int
+    base_s: float
+    queue_s: float
+
+
 class PathSample(NamedTuple):
     """Of one connection, at one moment. `waits`: bytes wait unsent in the system. `room`: the uplink carries more. `again`: segments that
     have been sent once more."""
@@ -207,7 +218,7 @@ class PathWindow:
         """Bytes that may be sent beside those. 0: wait for acknowledgements."""
         room = self.size_bytes - outstanding_bytes
         if room >= LEAST_BYTES:
-            return int(min(room, FIRST_BYTES))
+            return int(min(room, MOST_BYTES))
         self._used = True
         return 0
 
@@ -258,6 +269,42 @@ class Trial(NamedTuple):
     size_bytes: int
 
 
+class Start:
+    """Of an uplink's window, while no queue has shown what the line carries, or when that was forgotten.
+
+    It grows with what is delivered, as long as nothing waits, and hardly from the first sign of a queue on. What is allowed last shows a
+    round trip later. So the end is one step down to what the line has carried lately."""
+
+    def __init__(self) -> None:
+        self.goes_on = True
+        self._looks: deque[Look] = deque()  # in the last half of a round trip
+
+    def grow(self, size_bytes: int, lately: Sequence[Acknowledged], used: bool, now: float) -> tuple[int, float | None]:
+        """The window's size from now on, and at the end what the line carries. `used`: all of the window was."""
+        look = Look(now, _nbytes(lately), _base_s(lately), min(each.trip_s - each.base_s for each in lately))
+        if self._looks and now - self._looks[-1].at > max(ROUND_S, look.base_s):
+            self._looks.clear()  # nothing was on its way
+        self._looks.append(look)
+        while len(self._looks) > 2 and self._looks[1].at <= now - max(ROUND_S, look.base_s / 2):
+            self._looks.popleft()
+        # That of one burst is over sooner
+        queue_s, allowed_s = (
+            min(each.queue_s for each in self._looks if each.at > now - ROUND_S),
+            _allowed_s(look.base_s),
+        )
+        if queue_s > allowed_s and now - self._looks[0].at >= ROUND_S:
+            return self._end(size_bytes, now)
+        growth = START_GROWTH if look.queue_s < FIRST_SIGN * allowed_s else STEP
+        return size_bytes + int((growth - 1) * look.nbytes * used), None
+
+    def _end(self, size_bytes: int, now: float) -> tuple[int, float]:
+        first, *later = self._looks
+        rate_Bps, base_s = _nbytes(later) / (now - first.at), _base_s(later)
+        self.goes_on = False
+        self._looks.clear()
+        return max(LEAST_WINDOW_BYTES, min(size_bytes, int(rate_Bps * (base_s + _allowed_s(base_s))))), rate_Bps
+
+
 class UplinkWindow:
     """How many bytes of all bulk connections of a machine together may be on their way: its rate times (base + allowance).
 
@@ -267,7 +314,7 @@ class UplinkWindow:
 
     def __init__(self) -> None:
         self.size_bytes = FIRST_BYTES
-        self._starting = True  # no queue has shown yet what the line carries, or that was forgotten
+        self._start = Start()
         self._full = False  # all of the window was used, in this round
         self._used = False  # and not by bytes that the system holds back
         self._round_s = (0.0, 0.0)  # when it began, and when it may end
@@ -299,27 +346,19 @@ class UplinkWindow:
 
     def acknowledged(self, lately: Sequence[Acknowledged], now: float) -> None:
         self._acknowledged += lately
-        if self._starting and lately:
-            self._start(lately)
+        if self._start.goes_on and lately:
+            self.size_bytes, rate_Bps = self._start.grow(self.size_bytes, lately, self._used, now)
+            if rate_Bps and not self._rates_Bps:
+                self._rates_Bps.append((now, rate_Bps))
         if self._acknowledged and now >= self._round_s[1]:
             self._next_round(now)
 
-    def _start(self, lately: Sequence[Acknowledged]) -> None:
-        """Grow with what is delivered, as long as nothing waits: the size is START_GROWTH times what the line has carried, so that this is
-        the round trip of control at most when the line is full."""
-        base_s = lately[0].base_s
-        if min(each.trip_s - each.base_s for each in lately) > _allowed_s(base_s):
-            self._starting = False
-        elif self._used:
-            self.size_bytes += int((START_GROWTH - 1) * sum(each.nbytes for each in lately))
-
     def _next_round(self, now: float) -> None:
-        nbytes = sum(each.nbytes for each in self._acknowledged)
-        base_s = sum(each.base_s * each.nbytes for each in self._acknowledged) / nbytes
+        nbytes, base_s = _nbytes(self._acknowledged), _base_s(self._acknowledged)
         self.queue_s = min(each.trip_s - each.base_s for each in self._acknowledged)
         allowed_s = _allowed_s(base_s)
         before_Bps = self._highest_Bps(now)
-        self._starting |= not self._rates_Bps  # what the line carries has been forgotten
+        self._start.goes_on |= not self._rates_Bps  # what the line carries has been forgotten
         passed_s = now - self._round_s[0]
         if passed_s >= LONG_ROUND * max(ROUND_S, base_s):  # nothing was on its way for a part of it
             self._came.clear()
@@ -332,7 +371,7 @@ class UplinkWindow:
         self._look_for_others(base_s, now)
         if self._trial is not None:
             self.size_bytes = self._trial.size_bytes
-        elif not self._starting:
+        elif not self._start.goes_on:
             self._follow(base_s + self._foreign_s, self.queue_s - self._foreign_s, allowed_s, now)
         self._round_s = (now, now + max(ROUND_S, base_s))
         self._acknowledged, self._full, self._used = [], False, False
@@ -379,3 +418,12 @@ class UplinkWindow:
 def _allowed_s(base_s: float) -> float:
     """Of queue in this machine's line."""
     return UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
+
+
+def _nbytes(lately: Iterable[Acknowledged | Look]) -> int:
+    return sum(each.nbytes for each in lately)
+
+
+def _base_s(lately: Sequence[Acknowledged | Look]) -> float:
+    """Of a byte."""
+    return sum(each.base_s * each.nbytes for each in lately) / _nbytes(lately)
