@@ -61,6 +61,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 # Of agreeing: the view that begins a step, heartbeats and Round come before the sums, Reduced, Propose and Accept after them
 OPENING = 3 / 6
+LATEST = 0.95  # of a step: whoever enters it then
 REDO_DELAYS = (
     4  # from an eviction to the first hop that is computed again: the view, a request, that for its tensor, the tensor
 )
@@ -286,11 +287,11 @@ class Run:
         if serving[slot] >= 0 or not one.share:
             return False
         serving[slot] = one.member.stage
-        began_s = progress.began_s
-        ends_s = self.model.with_death(serving, slot, max(one.died_s - began_s, 0.0), self.now - began_s)
+        died_s, now_s = max(one.died_s - progress.began_s, 0.0), self.now - progress.began_s
+        ends_s = self.model.with_death(serving, slot, died_s, now_s, first=not progress.begun)
         if ends_s is None:
             return False
-        left_s = began_s + ends_s - self.now
+        left_s = ends_s - now_s
         if self._time is not None and progress.phase is Phase.COMPUTING and progress.passed < 1:
             # As a part of a step with those who are left, which whoever comes meanwhile makes shorter
             progress.passed = min(1 - left_s / self._time.microbatches_s, 1.0)
@@ -344,10 +345,22 @@ class Run:
             progress.phase, progress.left_s = Phase.COMPUTING, NEVER
 
     def _promote(self) -> None:
-        ready = self.crew.ready(self.now)
-        if ready:
-            self.crew.promote(ready, self.now)
-            self._look()
+        ready, before = self.crew.ready(self.now), self._asked
+        if not ready:
+            return
+        self.crew.promote(ready, self.now)
+        self._look()
+        if self.progress.phase is Phase.COMPUTING and before is not None and self._asked is not None:
+            self._in_the_middle([slot_of(peer) for peer in ready], before, self._asked)
+
+    def _in_the_middle(self, slots: Sequence[int], before: StepTime, after: StepTime) -> None:
+        """They get hops whose requests have not been made. The step ends by as much earlier as the model plays it."""
+        progress = self.progress
+        at_s = min(self.now - progress.began_s, LATEST * before.microbatches_s)
+        ends_s = self.model.with_entry(self.crew.serving, slots, at_s)
+        if ends_s is not None:
+            rest = (1 - progress.passed) * min((ends_s - at_s) / (before.microbatches_s - at_s), 1.0)
+            progress.passed = 1 - rest * before.microbatches_s / after.microbatches_s
 
     def _gather(self) -> None:
         """Everybody who is there takes part, and loads what it serves, once every stage can have somebody."""

@@ -12,10 +12,10 @@ Another way to train (GPipe, a static pipeline) is another StepModel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from shoal.core.allreduce.layout import row_lengths
 from shoal.core.leader.rules.lines import believed
-from shoal.core.messages import Add, Apply, Cut, Fetch, Gather
+from shoal.core.messages import TURNS, Add, Apply, Cut, Fetch, Gather
 from shoal.forecasting.job import Job
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.deaths import Death, PlayWithDeath
+from shoal.planner.prediction.entries import PlayWithEntry
 from shoal.planner.prediction.play import LONGEST, Play
 from shoal.planner.prediction.seats import Seats, handed_bytes, line_rate, paced, request_bytes, thinned
 from shoal.planner.prediction.step import Step, predict
@@ -76,9 +77,15 @@ class StepModel(Protocol):
         """Of a run's first step, before anything is measured."""
         ...
 
-    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
-        """Seconds of the microbatches of a step in which the machine on that slot, one of the composition's, dies and is evicted so long
-        after it has begun. None: this model does not say."""
+    def with_death(
+        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
+    ) -> float | None:
+        """Seconds of the microbatches of a step, or of a run's first, in which the machine on that slot, one of the composition's, dies and
+        is evicted so long after it has begun. None: this model does not say."""
+        ...
+
+    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
+        """The same of one in which the machines on these slots of the composition begin to serve so long after it has begun."""
         ...
 
 
@@ -118,7 +125,8 @@ class Played:
         self._job, self._rates = job, Rates(job)
         self._known: dict[tuple[Place, ...], StepTime] = {}
         self._seated: dict[tuple[Place, ...], tuple[Seats, Cluster]] = {}  # as those were played
-        self._deaths: dict[tuple[tuple[Place, ...], int, Death], float] = {}
+        self._deaths: dict[tuple[tuple[Place, ...], int, Death, bool], float] = {}
+        self._entries: dict[tuple[tuple[Place, ...], tuple[int, ...], float], float] = {}
         self._slots_of: list[list[int]] = [[] for _ in job.machines.kinds]
         for slot, kind in enumerate(job.machines.kind_of):
             self._slots_of[kind].append(slot)
@@ -136,28 +144,70 @@ class Played:
     def _place(self, slot: int, stage: int) -> Place:
         return stage != self._job.stage_of[slot], stage, self._job.machines.kind_of[slot]
 
-    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+    def with_death(
+        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
+    ) -> float | None:
         """As of the next of MOMENTS in a step, which are kept."""
-        job, calm = self._job, self(composition)
-        alone = (composition == composition[slot]).sum() < 2
-        if calm is None or alone or job.stages == 1 or job.microbatches > LONGEST or job.seats.staleness:
+        job, alone = self._job, (composition == composition[slot]).sum() < 2
+        if alone or not self._plays_changes(composition):
             return None
-        stage_of = composition.tolist()
-        places = [self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0]
-        key, own = tuple(sorted(places)), self._place(slot, stage_of[slot])
-        # As planned, devices are slots
-        device = slot if tuple(stage_of) == job.stage_of else key.index(own)
-        moment_s = calm.microbatches_s / MOMENTS
-        played_s = max(round(at_s / moment_s), 0) * moment_s
-        notices_s = round((evicted_s - at_s) / NOTICED_S) * NOTICED_S
+        key, (device,) = self._devices(composition, [slot])
+        first = first and tuple(composition.tolist()) == job.stage_of
         seats, cluster = self._seated[key]
+        if first:
+            seats = self._unmeasured()
+        played_s = self._moment_s(key, at_s)
+        notices_s = round((evicted_s - at_s) / NOTICED_S) * NOTICED_S
         death = Death(device, seats.applied_s + played_s, seats.applied_s + played_s + notices_s)
-        known = self._deaths.get((key, device, death))
+        known = self._deaths.get((key, device, death, first))
         if known is None:
             plays = [PlayWithDeath(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
-            known = fmean(_through(play, job.microbatches, death) for play in plays)
-            self._deaths[key, device, death] = known
+            warm = 0 if first else WARM
+            known = _warmed(job, plays, lambda play, start: play.through(job.microbatches, start, death), warm)
+            self._deaths[key, device, death, first] = known
         return known + (evicted_s - played_s - notices_s)
+
+    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
+        """As of the next of MOMENTS in a step, which are kept."""
+        job = self._job
+        if not self._plays_changes(composition):
+            return None
+        key, devices = self._devices(composition, slots)
+        played_s = self._moment_s(key, at_s)
+        known = self._entries.get((key, devices, played_s))
+        if known is None:
+            seats, cluster = self._seated[key]
+            turns = tuple(TURNS if device in devices else each for device, each in enumerate(seats.turns))
+            seats = msgspec.structs.replace(seats, turns=turns)  # newcomers are not measured
+            rngs = [np.random.default_rng(seed) for seed in range(PLAYS)]
+            plays = [PlayWithEntry(seats, cluster, rng, SPREAD, devices) for rng in rngs]
+            enters_s = seats.applied_s + played_s
+            known = _warmed(job, plays, lambda play, start: play.through(job.microbatches, start, enters_s))
+            self._entries[key, devices, played_s] = known
+        return known + (at_s - played_s)
+
+    def _plays_changes(self, composition: Composition) -> bool:
+        """In the middle of a step."""
+        job = self._job
+        return (
+            self(composition) is not None and job.stages > 1 and job.microbatches <= LONGEST and not job.seats.staleness
+        )
+
+    def _devices(self, composition: Composition, slots: Sequence[int]) -> tuple[tuple[Place, ...], tuple[int, ...]]:
+        """The key of the composition, and of what was played with it the devices on those slots."""
+        stage_of = composition.tolist()
+        key = tuple(sorted(self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0))
+        if tuple(stage_of) == self._job.stage_of:
+            return key, tuple(slots)  # devices are slots
+        devices: list[int] = []
+        for slot in slots:
+            device = key.index(self._place(slot, stage_of[slot]))
+            devices.append(next(each for each in range(device, len(key)) if each not in devices))
+        return key, tuple(devices)
+
+    def _moment_s(self, key: tuple[Place, ...], at_s: float) -> float:
+        moment_s = self._known[key].microbatches_s / MOMENTS
+        return max(round(at_s / moment_s), 0) * moment_s
 
     def first(self, composition: Composition) -> StepTime | None:
         """Owners know no replica yet, the leader no line: turns are even, and so are shares of the round where no tensor has been sent."""
@@ -165,11 +215,7 @@ class Played:
         stage_of = tuple(composition.tolist())
         if later is None or stage_of != job.stage_of or job.microbatches > LONGEST:
             return later
-        slots = list(range(len(stage_of)))
-        seats, cluster = measured(job.seats, job, job.machines.kind_of), job.machines.cluster(slots)
-        seats = msgspec.structs.replace(seats, turns=(), leader=seats.seated[0])
-        if job.stages == 1:
-            seats = msgspec.structs.replace(seats, line_rates=job.seats.line_rates)
+        seats, cluster = self._unmeasured(), job.machines.cluster(list(range(len(stage_of))))
         plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
         microbatches_s = fmean(play.run(job.microbatches, 0.0) - play.view_s for play in plays)
         exchange_s = self._exchange_s(seats, cluster)
@@ -180,6 +226,13 @@ class Played:
             compute_s=min(later.compute_s, microbatches_s),
             exchange_s=exchange_s,
         )
+
+    def _unmeasured(self) -> Seats:
+        """As planned, before anything is measured."""
+        job = self._job
+        seats = measured(job.seats, job, job.machines.kind_of)
+        line_rates = job.seats.line_rates if job.stages == 1 else seats.line_rates
+        return msgspec.structs.replace(seats, turns=(), leader=seats.seated[0], line_rates=line_rates)
 
     def _predicted(self, key: tuple[Place, ...], as_planned: bool) -> StepTime:
         """`as_planned`: every machine has its seat, so the plan's routes and owners hold."""
@@ -226,12 +279,18 @@ def _plays(seats: Seats, cluster: Cluster) -> tuple[Seats, Step, float]:
     return shown, steps[0], fmean(step.microbatches_s for step in steps)
 
 
-def _through(play: PlayWithDeath, microbatches: int, death: Death) -> float:
-    """Seconds of such a step, after some that warm the wiring up."""
-    start = 0.0
-    for _ in range(WARM):
-        start = play.run(microbatches, start)
-    return play.through(microbatches, start, death) - start - play.view_s
+AnyPlay = TypeVar("AnyPlay", bound=Play)
+
+
+def _warmed(job: Job, plays: Sequence[AnyPlay], through: Callable[[AnyPlay, float], float], warm: int = WARM) -> float:
+    """Seconds of the microbatches of a step that `through` plays from that moment on, after some that warm the wiring up; the mean."""
+    seconds = []
+    for play in plays:
+        start = 0.0
+        for _ in range(warm):
+            start = play.run(job.microbatches, start)
+        seconds.append(through(play, start) - start - play.view_s)
+    return fmean(seconds)
 
 
 def trip_s(job: Job) -> float:
@@ -295,7 +354,12 @@ class Aggregated:
     def first(self, composition: Composition) -> StepTime | None:
         return self(composition)
 
-    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+    def with_death(
+        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
+    ) -> float | None:
+        return None
+
+    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
         return None
 
     def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
@@ -401,7 +465,12 @@ class Delayed:
     def first(self, composition: Composition) -> StepTime | None:
         return self(composition)
 
-    def with_death(self, composition: Composition, slot: int, at_s: float, evicted_s: float) -> float | None:
+    def with_death(
+        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
+    ) -> float | None:
+        return None
+
+    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
         return None
 
     def _line_s(self, composition: Composition, step: StepTime) -> float:
