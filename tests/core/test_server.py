@@ -1165,6 +1165,23 @@ def test_a_sum_that_is_lost_is_lost_though_those_of_later_steps_come() -> None:
     assert MOST <= play.now / SETTINGS.ready_timeout_s < MOST + 1
 
 
+@pytest.mark.parametrize(("chunk", "waits"), [(0, False), (1, True)])
+def test_sums_that_a_dead_replica_had_to_send_are_not_waited_for(chunk: int, waits: bool) -> None:
+    """Those of later steps came all the time, so a joiner waited two minutes for what nobody had any more: fleet 199 of forecast_check.py.
+    What the dead one has sent is good."""
+    play = a_joiner()
+    play.hear((REPLICA, THIRD)[chunk], GatherChunk(0, 0, 9, chunk, to_joiner=True), 1)
+    committed = a_commit_of_others()
+    play.view(committed)
+    assert play.server.since == 0
+    members = tuple(member for member in WITHOUT_ME if member.peer != THIRD)
+    play.view(msgspec.structs.replace(committed, number=3, members=members))
+    assert play.server.since == (not waits)
+    if waits:
+        play.hear(REPLICA, GatherChunk(0, 0, 9, 0, to_joiner=True), 1)
+        assert play.task(Gather).round == 9
+
+
 def test_small_sums_are_kept_of_many_steps_and_large_ones_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     def oldest_kept(steps: int) -> int:
         play = a_joiner()

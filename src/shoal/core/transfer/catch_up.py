@@ -5,9 +5,9 @@ owners, in a group of several rows those of one row, send the sums to the joiner
 agreed view says which round was committed with which norm. A joiner that has imported the state of version v applies the sums that it
 received, step by step, until it holds the version being trained, with the same bytes and in the same order as all replicas.
 
-What was not received (a message was lost, or too many steps are missing) cannot be applied: `since` moves up, and transfer.py downloads
-a newer version. A joiner hears of a commit late by its round trip, which may be longer than a step: the leader sends it the view after
-each step that it missed (consensus/agreed.py), and sums of steps ahead of its view are kept too. For server.py.
+What was not received (a message was lost, its sender has left, or too many steps are missing) cannot be applied: `since` moves up, and
+transfer.py downloads a newer version. A joiner hears of a commit late by its round trip, which may be longer than a step: the leader
+sends it the view after each step that it missed (consensus/agreed.py), and sums of steps ahead of its view are kept too. For server.py.
 """
 
 from __future__ import annotations
@@ -147,14 +147,17 @@ class CatchUp:
         return known is not None and self._key is not None and known[0].round_of(self._key[1]) != message.round
 
     def go_on(self) -> list[Command]:
-        """Apply the next step that was committed meanwhile, if the version before it and all of its sums are here."""
+        """Apply the next step that was committed meanwhile, if the version before it and all of its sums are here. It cannot be, if who has
+        to send one has left."""
         replica, view = self._replica, self._replica.view
         if self._key is None or view is None or self._task is not None:
             return []
         behind = replica.ready and (replica.epoch, replica.stage) == self._key and replica.step < view.step
-        if not behind or replica.step not in self.commits or not self._complete(replica.step):
+        if not behind or replica.step not in self.commits:
             return []
         commit, _ = self.commits[replica.step]
+        if not self._complete(replica.step):
+            return self._give_up(replica.step + 1) if self._sender_left(commit) else []
         if commit.skipped:
             return self._apply(commit)
         received = self._received[replica.step]
@@ -235,6 +238,15 @@ class CatchUp:
             chunk in received.sums and received.sums[chunk][0] == sender
             for chunk, sender in self._senders(commit).items()
         )
+
+    def _sender_left(self, commit: Committed) -> bool:
+        """One that has not sent all of its sums of that round."""
+        assert self._key is not None
+        received = self._received.get(commit.step)
+        there = received.sums if received is not None and received.round == commit.round_of(self._key[1]) else {}
+        present = self._replica.known.present
+        missing = {sender for chunk, sender in self._senders(commit).items() if chunk not in there}
+        return any(present.get(sender) != self._key[1] for sender in missing)
 
     def _senders(self, commit: Committed) -> dict[int, Peer]:
         """The sender of each chunk of that round, in order. Until a state is here its length is unknown: of the first piece only."""
