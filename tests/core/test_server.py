@@ -1165,12 +1165,12 @@ def test_a_sum_that_is_lost_is_lost_though_those_of_later_steps_come() -> None:
     assert MOST <= play.now / SETTINGS.ready_timeout_s < MOST + 1
 
 
-@pytest.mark.parametrize(("chunk", "waits"), [(0, False), (1, True)])
-def test_sums_that_a_dead_replica_had_to_send_are_not_waited_for(chunk: int, waits: bool) -> None:
+@pytest.mark.parametrize(("sender", "chunk", "waits"), [(REPLICA, 0, False), (THIRD, 1, True), (REPLICA, 1, False)])
+def test_sums_that_a_dead_replica_had_to_send_are_not_waited_for(sender: str, chunk: int, waits: bool) -> None:
     """Those of later steps came all the time, so a joiner waited two minutes for what nobody had any more: fleet 199 of forecast_check.py.
-    What the dead one has sent is good."""
+    What the dead one has sent is good; the last one is not its own."""
     play = a_joiner()
-    play.hear((REPLICA, THIRD)[chunk], GatherChunk(0, 0, 9, chunk, to_joiner=True), 1)
+    play.hear(sender, GatherChunk(0, 0, 9, chunk, to_joiner=True), 1)
     committed = a_commit_of_others()
     play.view(committed)
     assert play.server.since == 0

@@ -242,11 +242,14 @@ class CatchUp:
     def _sender_left(self, commit: Committed) -> bool:
         """One that has not sent all of its sums of that round."""
         assert self._key is not None
-        received = self._received.get(commit.step)
-        there = received.sums if received is not None and received.round == commit.round_of(self._key[1]) else {}
-        present = self._replica.known.present
-        missing = {sender for chunk, sender in self._senders(commit).items() if chunk not in there}
-        return any(present.get(sender) != self._key[1] for sender in missing)
+        stage, received = self._key[1], self._received.get(commit.step)
+        group = commit.groups[stage] if stage < len(commit.groups) else ()
+        gone = {share.peer for share in group if self._replica.known.present.get(share.peer) != stage}
+        if not gone:
+            return False
+        sums = received.sums if received is not None and received.round == commit.round_of(stage) else {}
+        senders = self._senders(commit).items()
+        return any(sender in gone and sums.get(chunk, ("",))[0] != sender for chunk, sender in senders)
 
     def _senders(self, commit: Committed) -> dict[int, Peer]:
         """The sender of each chunk of that round, in order. Until a state is here its length is unknown: of the first piece only."""

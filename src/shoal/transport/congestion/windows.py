@@ -287,12 +287,9 @@ class Start:
         self._looks.append(look)
         while len(self._looks) > 2 and self._looks[1].at <= now - max(ROUND_S, look.base_s / 2):
             self._looks.popleft()
-        # That of one burst is over sooner
-        queue_s, allowed_s = (
-            min(each.queue_s for each in self._looks if each.at > now - ROUND_S),
-            _allowed_s(look.base_s),
-        )
-        if queue_s > allowed_s and now - self._looks[0].at >= ROUND_S:
+        allowed_s = _allowed_s(look.base_s)
+        stays_s = min(each.queue_s for each in self._looks if each.at > now - ROUND_S)  # that of a burst is over sooner
+        if stays_s > allowed_s and now - self._looks[0].at >= ROUND_S:
             return self._end(size_bytes, now)
         growth = START_GROWTH if look.queue_s < FIRST_SIGN * allowed_s else STEP
         return size_bytes + int((growth - 1) * look.nbytes * used), None
