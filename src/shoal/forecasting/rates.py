@@ -132,14 +132,20 @@ class Played:
             self._slots_of[kind].append(slot)
 
     def __call__(self, composition: Composition) -> StepTime | None:
-        stage_of = composition.tolist()
-        if set(range(self._job.stages)) - set(stage_of):
+        if set(range(self._job.stages)) - set(composition.tolist()):
             return None
-        key = tuple(sorted(self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0))
+        key = self._key(composition)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._predicted(key, tuple(stage_of) == self._job.stage_of)
+            known = self._known[key] = self._predicted(key, self._as_planned(composition))
         return known
+
+    def _key(self, composition: Composition) -> tuple[Place, ...]:
+        return tuple(sorted(self._place(slot, stage) for slot, stage in enumerate(composition.tolist()) if stage >= 0))
+
+    def _as_planned(self, composition: Composition) -> bool:
+        """Then devices are slots."""
+        return tuple(composition.tolist()) == self._job.stage_of
 
     def _place(self, slot: int, stage: int) -> Place:
         return stage != self._job.stage_of[slot], stage, self._job.machines.kind_of[slot]
@@ -152,7 +158,7 @@ class Played:
         if alone or not self._plays_changes(composition):
             return None
         key, (device,) = self._devices(composition, [slot])
-        first = first and tuple(composition.tolist()) == job.stage_of
+        first = first and self._as_planned(composition)
         seats, cluster = self._seated[key]
         if first:
             seats = self._unmeasured()
@@ -195,13 +201,12 @@ class Played:
 
     def _devices(self, composition: Composition, slots: Sequence[int]) -> tuple[tuple[Place, ...], tuple[int, ...]]:
         """The key of the composition, and of what was played with it the devices on those slots."""
-        stage_of = composition.tolist()
-        key = tuple(sorted(self._place(slot, stage) for slot, stage in enumerate(stage_of) if stage >= 0))
-        if tuple(stage_of) == self._job.stage_of:
-            return key, tuple(slots)  # devices are slots
+        key = self._key(composition)
+        if self._as_planned(composition):
+            return key, tuple(slots)
         devices: list[int] = []
         for slot in slots:
-            device = key.index(self._place(slot, stage_of[slot]))
+            device = key.index(self._place(slot, int(composition[slot])))
             devices.append(next(each for each in range(device, len(key)) if each not in devices))
         return key, tuple(devices)
 
@@ -212,12 +217,11 @@ class Played:
     def first(self, composition: Composition) -> StepTime | None:
         """Owners know no replica yet, the leader no line: turns are even, and so are shares of the round where no tensor has been sent."""
         job, later = self._job, self(composition)
-        stage_of = tuple(composition.tolist())
-        if later is None or stage_of != job.stage_of or job.microbatches > LONGEST:
+        if later is None or not self._as_planned(composition) or job.microbatches > LONGEST:
             return later
-        seats, cluster = self._unmeasured(), job.machines.cluster(list(range(len(stage_of))))
+        seats, cluster = self._unmeasured(), job.machines.cluster(list(range(len(composition))))
         plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
-        microbatches_s = fmean(play.run(job.microbatches, 0.0) - play.view_s for play in plays)
+        microbatches_s = _warmed(job, plays, lambda play, start: play.run(job.microbatches, start), warm=0)
         exchange_s = self._exchange_s(seats, cluster)
         return msgspec.structs.replace(
             later,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.transport.congestion.busy_rate import BusyRate
@@ -417,7 +417,7 @@ def _allowed_s(base_s: float) -> float:
     return UPLINK_ALLOWED_S + UPLINK_ALLOWED_PART * base_s
 
 
-def _nbytes(lately: Iterable[Acknowledged | Look]) -> int:
+def _nbytes(lately: Sequence[Acknowledged | Look]) -> int:
     return sum(each.nbytes for each in lately)
 
 
