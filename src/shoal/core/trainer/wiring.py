@@ -18,7 +18,6 @@ FAR = 4.0  # a peer's own average, timeouts included, lengthens its deadline to 
 # Of the time in which the replica whose turn it is would answer: another one is chosen only if it answers within that. Where turns follow
 # what replicas pass, that is said already, by who knows all hops
 TURN, UNEVEN_TURN = 0.5, 0.2
-NARROW = 0.5  # times as much as the one without room passes another, which gets nothing out of turn then
 # Hops that a newcomer has served before it may be called quicker than its stage: it had nobody else's hops when it served the first
 SETTLED = 8
 WAITS = 3  # times that one without room is waited for in its turn, until it has answered
@@ -148,10 +147,10 @@ class Wiring:
         return replica, "probation after a ban" if replica.level else "expected to answer first"
 
     def _keeps_turn(self, turn: Replica, other: Replica, load: Load, now: float) -> bool:
-        """The other one would not answer much sooner. A replica that has no room is waited for where the other passes far less: all owners
-        would fill its line at once, and the step would wait for it."""
+        """The other one would not answer much sooner. A replica that has no room is waited for where turns follow what replicas pass: it
+        has many hops because it passes many, and the step would wait for a slower one that gets them instead."""
         wait_s = max(0.0, turn.busy_until - now)
-        if wait_s and (other.share > NARROW * turn.share or turn.declined > WAITS):
+        if wait_s and (not self.uneven or turn.declined > WAITS):
             return False
         return (UNEVEN_TURN if self.uneven else TURN) * (wait_s + self._response_s(turn, load)) <= self._response_s(
             other, load
