@@ -166,12 +166,23 @@ def test_rests_end_at_different_times() -> None:
     assert counts[0] == 4 and counts[-1] == 0 and len(set(counts)) > 2
 
 
+def test_nobody_rests_while_a_stage_passes_far_less_than_it_could() -> None:
+    """As after an emergency: the only stage that could spare anybody just had a peer from there."""
+    fleet = a_fleet(5, 3, 4, recent=(Move("p0", 1, 0, 0.0, ""),))
+    for rests_until in (MOVE_S + 1, REST_MOVES * MOVE_S - 1):
+        there = msgspec.structs.replace(fleet, now=rests_until)
+        assert rebalance(there) == (), "four for three is no more than rates differ by"
+        thin = tuple(one for one in there.members if one.peer not in ("p6", "p7"))
+        assert ways(rebalance(msgspec.structs.replace(there, members=thin))) == [(0, 1)]
+    making = msgspec.structs.replace(there, members=thin, now=MOVE_S - 1)
+    assert (0, 1) not in ways(rebalance(making)), "a move between the two is being made"
+
+
 def _may_go(fleet: Fleet, peer: str) -> bool:
     """Would it go if it were its stage's newest, and fast?"""
     others = tuple(one for one in fleet.members if one.peer != peer)
-    asked = msgspec.structs.replace(
-        fleet, members=(*others, Member(peer, 0), Member("q", 1), Member("r", 2), Member("s", 3))
-    )
+    thin = [Member(f"{name}{at}", stage) for stage, name in enumerate("qrs", 1) for at in range(3)]
+    asked = msgspec.structs.replace(fleet, members=(*others, Member(peer, 0), *thin))
     return any(one.peer == peer for one in rebalance(asked))
 
 

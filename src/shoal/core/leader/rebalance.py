@@ -24,6 +24,8 @@ MARGIN = 0.5
 MOVE_S = 60.0  # what a move takes while nobody knows better: the download of a stage of some GB
 # A peer that moved, and the way back between two stages, rest for so many moves' time, and so many steps, up to twice that
 REST_MOVES, REST_STEPS = 5.0, 3.0
+# Times as much as the thinnest stage passes: what is gained so is no noise of measured rates, and waits for nobody's rest
+URGENT = 1.5
 AT_ONCE = 4  # one of so many members may be moving: more would make the others serve downloads instead of microbatches
 SLOWEST, FASTEST = 0.1, 10.0  # what a measured speed may say of a peer, relative to the usual one
 
@@ -170,23 +172,25 @@ class _Plan:
             return None  # its replicas have downloads enough to serve
         chosen: tuple[tuple[float, float, int, int], Member] | None = None
         for giver, group in enumerate(self.groups):
+            rests = (giver, thin) in self.back
             for at, one in enumerate(group if self._may_give(giver, thin, empty) else ()):
-                if one.peer in self.tired and not empty:
-                    continue
                 left, brought = self.power[giver] - self.serves(one, giver), self.serves(one, thin)
                 if left < self.power[thin] + MARGIN * brought and not empty:
                     continue
-                worth = (min(left, self.power[thin] + brought), left, -giver, at)
+                after = min(left, self.power[thin] + brought)
+                if (rests or one.peer in self.tired) and not empty and after < URGENT * self.power[thin]:
+                    continue
+                worth = (after, left, -giver, at)
                 if chosen is None or worth > chosen[0]:
                     chosen = worth, one
         return chosen[1] if chosen else None
 
     def _may_give(self, giver: int, thin: int, empty: bool) -> bool:
-        """That stage can spare a peer, and no move between the two has just been made."""
+        """That stage can spare a peer, and no move between the two is being made."""
         if self.power[giver] <= self.power[thin] or len(self.groups[giver]) < 2:
             return False
-        barred = (giver, thin) in self.used or (giver, thin) in self.back
-        return (empty or not barred) and self._pays(giver, thin)
+        made = (giver, thin) in self.used or (thin, giver) in self.used
+        return (empty or not made) and self._pays(giver, thin)
 
     def _pays(self, giver: int, thin: int) -> bool:
         """What the mover will do at its new stage outweighs what it leaves undone at the old one while it downloads."""
