@@ -45,6 +45,7 @@ from shoal.core.messages import (
     Tick,
     Unreachable,
     Withdraw,
+    WithdrawState,
 )
 from shoal.escaping import UNDECODABLE, escaped, escaped_json
 from shoal.traffic import StoredBytes, Traffic
@@ -52,7 +53,7 @@ from shoal.traffic import StoredBytes, Traffic
 MAX_LINE_BYTES = 64 << 20  # one event with its commands: a view of 100,000 microbatches sent to 100 peers fits
 
 AnyEvent = Received | Unreachable | Done | Failed | Tick | Found | Asked | SaveAsked | Barred | LineMeasured
-AnyCommand = Send | Withdraw | Drop | Note | Finish | Find | Do
+AnyCommand = Send | Withdraw | WithdrawState | Drop | Note | Finish | Find | Do
 
 
 class Header(msgspec.Struct, frozen=True):

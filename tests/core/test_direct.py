@@ -306,11 +306,13 @@ def test_tensors_of_a_step_that_is_over_need_not_be_sent(staleness: int) -> None
         assert [one for one in play.commands if isinstance(one, Withdraw)] == []
     play.view(msgspec.structs.replace(VIEW, number=3, step=1))
     (withdrawn,) = [one for one in play.commands if isinstance(one, Withdraw)]
-    assert withdrawn.voids(BoundaryTensor(0, 0, 0, 2, False)) and withdrawn.voids(BoundaryTensor(-1, 7, 0, 2, False))
-    assert not withdrawn.voids(BoundaryTensor(0, 1, 0, 2, False)) and not withdrawn.voids(
-        BoundaryTensor(1, 0, 0, 2, False)
+    assert withdrawn.voids("b", BoundaryTensor(0, 0, 0, 2, False)) and withdrawn.voids(
+        "b", BoundaryTensor(-1, 7, 0, 2, False)
     )
-    assert not withdrawn.voids(GatherChunk(0, 0, 7, 0)), "a joiner may need them"
+    assert not withdrawn.voids("b", BoundaryTensor(0, 1, 0, 2, False)) and not withdrawn.voids(
+        "b", BoundaryTensor(1, 0, 0, 2, False)
+    )
+    assert not withdrawn.voids("b", GatherChunk(0, 0, 7, 0)), "a joiner may need them"
 
 
 @pytest.mark.parametrize("changes", [{"step": 7}, {"epoch": 1}, {"stage": 2}, {"index": 4}])

@@ -18,6 +18,7 @@ from shoal.core.messages import (
     Continued,
     Do,
     Done,
+    Drop,
     Export,
     Failed,
     Import,
@@ -37,6 +38,7 @@ from shoal.core.messages import (
     Task,
     View,
     Wire,
+    WithdrawState,
 )
 from shoal.core.replica_state import HURRY_STEPS
 from shoal.core.server.server import Server
@@ -489,6 +491,31 @@ def test_two_joiners_for_whom_a_copy_is_too_old_do_not_wait_for_one_another() ->
     ask(play, "y", since=7)
     exported(play)
     assert play.sent(Offer)[0][1].step == 7
+
+
+def test_what_waits_for_a_joiner_that_has_the_state_or_wants_a_newer_one_is_withdrawn() -> None:
+    """Fleet 209 of benchmarks/forecast_check.py: chunks that a joiner had had of others held up twelve rounds on a line of 2 MB/s."""
+    play = a_donor()
+    for peer in "xy":
+        ask(play, peer)
+        if peer == "x":
+            exported(play)
+        assert reads(play, 0, again=False, peer=peer)
+    play.view(a_view(2, joining=(Member("x", 1), Member("y", 1))))
+    assert WithdrawState("x") not in play.said, "it is not over"
+    play.hear("x", ChunkRequest(epoch=0, step=5, stage=1, chunk=1))
+    late = play.task(ReadChunk)
+    play.view(a_view(3, members=(*MEMBERS, Member("x", 1)), joining=(Member("y", 1),)))
+    assert [one for one in play.said if isinstance(one, WithdrawState)] == [WithdrawState("x")]
+    play.done(late)
+    assert play.said == [Drop((late.id,))], "it was being read when the joiner became a member"
+    ask(play, "y", since=7)
+    assert WithdrawState("y") in play.said and not play.transfer._donor.given.comes(
+        "y", ChunkRequest(0, 5, 1, 0, again=True)
+    )
+    (command,) = (one for one in play.said if isinstance(one, WithdrawState))
+    assert command.voids("y", Chunk(0, 5, 1, 0)) and not command.voids("x", Chunk(0, 5, 1, 0))
+    assert not command.voids("y", Chunk(0, 5, 1, 0, shard="s")), "of a checkpoint"
 
 
 def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:

@@ -324,6 +324,28 @@ def test_what_is_withdrawn_does_not_go_and_gives_its_time_to_what_comes_then() -
     assert at - DELAY_S == pytest.approx(3.0, abs=0.3 * DELAY_S)  # not 5, behind all of them
 
 
+def test_what_others_have_held_up_can_be_withdrawn_though_its_arrival_was_settled() -> None:
+    """Two chunks of a state on a line of 1 MB/s, and half a second later four seconds of a round, beside which they get a tenth of it."""
+    network, chunks = Network(PLAIN, Random(0), wire=a_wire()), []
+
+    def send(target: m.Peer, message: m.ReduceChunk | m.Chunk, nbytes: int, now: float) -> None:
+        (at,) = network.arrivals("p0.0", target, nbytes, now, m.rank(message))
+        chunks.append(network.queued("p0.0", target, message, nbytes, m.rank(message), at, now))
+
+    part = m.ReduceChunk(0, 1, 7, 0)
+    send("p1.0", m.Chunk(0, 1, 0, 0), MB, 0.0)
+    send("p1.0", m.Chunk(0, 1, 0, 1), MB, 0.0)
+    send("p2.0", part, 4 * MB, 0.5)
+    send("p3.0", m.Chunk(0, 1, 0, 0), 1, 2.5)
+    assert network.withdraw("p0.0", m.WithdrawState("p2.0").voids, 3.0) == 0.0
+    assert network.withdraw("p0.0", m.WithdrawState("p1.0").voids, 3.0) == 1.0
+    assert [chunk.void for chunk in chunks] == [False, True, False, False]
+    (at,) = network.arrivals("p0.0", "p2.0", MB, 5.0, m.rank(part))
+    assert at - DELAY_S == pytest.approx(6.0, abs=0.3 * DELAY_S), (
+        "the line is free but for what the first chunk has left"
+    )
+
+
 def test_a_line_carries_nothing_more_to_the_dead() -> None:
     network, queued = Network(PLAIN, Random(0), wire=a_wire()), []
     for target, index in (("p1.0", 0), ("p1.0", 1), ("p2.0", 2), ("p1.0", 3)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.transport.test_tls import bulk, make, take
 
-from shoal.core.messages import Cancelled, ReduceChunk, Withdraw
+from shoal.core.messages import Cancelled, Chunk, ReduceChunk, Withdraw, WithdrawState
 from shoal.transport.base import Incoming, Limits, Lost, Unknown
 from shoal.transport.identity.identity import Identity
 from shoal.transport.streams import presence
@@ -91,6 +91,28 @@ def test_waiting_is_bounded_in_peers_and_in_bytes(monkeypatch: Any) -> None:
         assert events[:2] == [Unknown(first), Unknown(second)]
         assert isinstance(events[2], Lost) and events[2].peer == third
         await a.close()
+
+    run(story)
+
+
+def test_chunks_of_a_state_are_withdrawn_for_one_peer_alone() -> None:
+    async def story() -> None:
+        a, b, c = make(), make(), make()
+        for one in (a, b, c):
+            await one.start()
+        _, blobs = bulk(0, 100)
+        for peer in (b, c):
+            a.send(peer.name, Chunk(0, 5, 1, 0), blobs)
+            a.send(peer.name, Chunk(0, 5, 1, 1, shard="s"), blobs)
+        a.withdraw(WithdrawState(b.name).voids)
+        for peer in (b, c):
+            assert await take(a) == Unknown(peer.name)
+        for peer in (b, c):
+            a.learn(peer.name, peer.address)
+        assert (await take(b)).message == Chunk(0, 5, 1, 1, shard="s")
+        assert [(await take(c)).message.chunk for _ in range(2)] in ([0, 1], [1, 0])
+        for one in (a, b, c):
+            await one.close()
 
     run(story)
 

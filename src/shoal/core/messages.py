@@ -1394,13 +1394,22 @@ class Withdraw(Command, frozen=True):
     round: Count | None = None
     committed: bool = False
 
-    def voids(self, message: Message) -> bool:
+    def voids(self, _: Peer, message: Message) -> bool:
         if self.round is None:
             return isinstance(message, BoundaryTensor) and (message.epoch, message.step) < (self.epoch, self.step)
         if not isinstance(message, ReduceChunk | GatherChunk):
             return False
         needed = self.committed and isinstance(message, GatherChunk) and message.to_joiner
         return not needed and (message.epoch, message.step, message.round) == (self.epoch, self.step, self.round)
+
+
+class WithdrawState(Command, frozen=True):
+    """Chunks of my stage's state that wait here for that peer need not go: it has all, or wants newer ones. One on its way arrives."""
+
+    peer: Peer
+
+    def voids(self, peer: Peer, message: Message) -> bool:
+        return peer == self.peer and isinstance(message, Chunk) and not message.shard
 
 
 class Note(Command, frozen=True):

@@ -50,6 +50,7 @@ from shoal.core.messages import (
     Vote,
     VoteRequest,
     Withdraw,
+    WithdrawState,
 )
 from shoal.core.peer import PeerMachine
 from shoal.runtime.contacts import Contacts
@@ -162,7 +163,7 @@ class Node:
                 self._send(command, tuple(self.runner.get(name) for name in command.blobs))
             case Do():
                 self.runner.submit(command.task, self._on_result)
-            case Withdraw():
+            case Withdraw() | WithdrawState():
                 self.transport.withdraw(command.voids)
             case Drop():
                 for name in command.blobs:

@@ -76,7 +76,7 @@ class Delivery:
             parcel = (STRANGER, target, message, values)
             context.kernel.after(context.chance.uniform(0.0, 10.0), self._arrive, parcel)
 
-    def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None:
+    def withdraw(self, source: m.Peer, voids: Callable[[m.Peer, m.Message], bool]) -> None:
         """What waits at its line and is void does not go."""
         self._unsent({source: self._context.network.withdraw(source, voids, self._context.kernel.now)})
 

@@ -41,9 +41,22 @@ class SimulatedLink(msgspec.Struct):
 
 
 class SimulatedUplink(Uplink):
+    def unsent(self, queue: Sequence[QueuedBlobs], now: float) -> list[QueuedBlobs]:
+        """Of what was queued of one rank: that of which nothing has left. What went first since may have held it up, though its arrival
+        was settled when it was sent."""
+        if now > self.then_s:
+            self._advance(now)
+            self.then_s = now
+        rest_s, unsent = self.waiting_s[queue[0].rank], list[QueuedBlobs]()
+        for queued in reversed(queue):
+            held_up = queued.left_s <= now and rest_s >= queued.seconds * (1 - 1e-9)
+            if held_up or queued.left_s - queued.seconds > now:
+                unsent.append(queued)
+            rest_s -= queued.seconds
+        return unsent
+
     def withdraw(self, void: Sequence[QueuedBlobs], kept: Sequence[QueuedBlobs], now: float) -> None:
         """Those do not go; these do."""
-        self.pass_in_turn(void[0].rank, 0.0, now)
         for queued in void:
             self.waiting_s[queued.rank] = max(0.0, self.waiting_s[queued.rank] - queued.seconds)
             self.free_s[queued.rank] = now
@@ -75,7 +88,7 @@ class Network:
         self._rng = rng
         self._links: dict[tuple[Peer, Peer], SimulatedLink] = {}
         self._uplinks: dict[Peer, SimulatedUplink] = {}
-        self._queued: dict[Peer, deque[QueuedBlobs]] = {}  # that wait at that peer's uplink
+        self._queued: dict[Peer, list[deque[QueuedBlobs]]] = {}  # that wait at that peer's uplink, by rank
         self._wire = wire
         if wire is not None:
             self.through = Downlinks(wire).through
@@ -116,31 +129,41 @@ class Network:
         self, source: Peer, target: Peer, message: Message, nbytes: int, rank: int, at: float, now: float
     ) -> QueuedBlobs:
         """What was sent last, with blobs, arrives `at`."""
-        uplink, queue = self._uplinks[source], self._queued.setdefault(source, deque())
-        while queue and queue[0].left_s <= now:
-            queue.popleft()
-        seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
+        uplink, queues = self._uplinks[source], self._queued.get(source)
+        if queues is None:
+            queues = self._queued[source] = [deque() for _ in range(RANKS)]
+        queue, seconds = queues[rank], nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
+        if queue and queue[0].left_s <= now:
+            rest_s = uplink.waiting_s[rank] - seconds - sum([each.seconds for each in queue])
+            while queue and queue[0].left_s <= now and rest_s + queue[0].seconds <= 1e-9:
+                rest_s += queue.popleft().seconds
         queued = QueuedBlobs(target, message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
         queue.append(queued)
         return queued
 
-    def withdraw(self, source: Peer, voids: Callable[[Message], bool], now: float) -> float:
+    def withdraw(self, source: Peer, voids: Callable[[Peer, Message], bool], now: float) -> float:
         """Such messages, of which nothing has left, do not go: the seconds of the line that this gives back."""
-        return self._withdraw(source, lambda queued: voids(queued.message), now)
+        return self._withdraw(source, lambda queued: voids(queued.target, queued.message), now)
 
     def forget(self, target: Peer, now: float) -> dict[Peer, float]:
         """It is dead, and connections to it carry nothing more: the seconds of their lines that the others get back."""
         return {source: self._withdraw(source, lambda queued: queued.target == target, now) for source in self._queued}
 
     def _withdraw(self, source: Peer, voids: Callable[[QueuedBlobs], bool], now: float) -> float:
-        queue = self._queued.get(source, ())
-        void = [queued for queued in queue if queued.left_s - queued.seconds > now and voids(queued)]
+        queues = self._queued.get(source)
+        if queues is None:
+            return 0.0
+        uplink, void = self._uplinks[source], list[QueuedBlobs]()
+        for queue in queues:
+            if any(map(voids, queue)):
+                void += filter(voids, uplink.unsent(queue, now))
         if not void:
             return 0.0
         for queued in void:
             queued.void = True
-        kept = self._queued[source] = deque(queued for queued in queue if not queued.void)
-        self._uplinks[source].withdraw(void, kept, now)
+        self._queued[source] = [deque(queued for queued in queue if not queued.void) for queue in queues]
+        kept = [queued for queue in self._queued[source] for queued in queue]
+        uplink.withdraw(void, kept, now)
         for queued in void:
             queued.link.last_s[1 + queued.rank] = now
         for queued in kept:

@@ -40,7 +40,7 @@ class Host(Protocol):
         self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True
     ) -> None: ...
 
-    def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None: ...
+    def withdraw(self, source: m.Peer, voids: Callable[[m.Peer, m.Message], bool]) -> None: ...
 
     def names(self) -> list[m.Peer]: ...
 
@@ -360,7 +360,7 @@ class Node:
         if server.ready and (server.stage, server.step) == (runner.stage, runner.version):
             self.context.watch.holds(self.name, server.epoch, runner.stage, runner.version, runner.digest)
 
-    def _withdraw(self, command: m.Withdraw) -> None:
+    def _withdraw(self, command: m.Withdraw | m.WithdrawState) -> None:
         self.host.withdraw(self.name, command.voids)
 
     def _drop(self, command: m.Drop) -> None:
@@ -407,5 +407,5 @@ class Node:
 
 _CARRY_OUT: dict[type, Callable[[Node, Any], None]] = {
     m.Send: Node._send, m.Do: Node._do, m.Drop: Node._drop, m.Find: Node._find, m.Finish: Node._finish,
-    m.Note: Node._note, m.Withdraw: Node._withdraw,
+    m.Note: Node._note, m.Withdraw: Node._withdraw, m.WithdrawState: Node._withdraw,
 }  # fmt: skip

@@ -188,7 +188,7 @@ class Swarm:
     def carry(self, source: m.Peer, target: m.Peer, message: m.Message, values: Values, *, honest: bool = True) -> None:
         self.delivery.carry(source, target, message, values, honest=honest)
 
-    def withdraw(self, source: m.Peer, voids: Callable[[m.Message], bool]) -> None:
+    def withdraw(self, source: m.Peer, voids: Callable[[m.Peer, m.Message], bool]) -> None:
         self.delivery.withdraw(source, voids)
 
     def trapped(self, node: Node, commands: Sequence[m.Command]) -> int | None:

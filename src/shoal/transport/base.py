@@ -84,7 +84,7 @@ class Transport(Protocol):
 
         Returns the bytes that it takes on the line, 0 when it goes nowhere: the peer is not known, too much waits for it."""
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
         """Messages with blobs that wait, and of which nothing is on its way, need not be sent. `send` has counted them."""
 
     async def receive(self) -> Event:

@@ -26,6 +26,7 @@ from shoal.core.messages import (
     Send,
     StateRequest,
     View,
+    WithdrawState,
 )
 from shoal.core.server.server import Server
 from shoal.core.transfer.given import Given
@@ -47,10 +48,11 @@ class Donor:
         self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
         self.given = Given()
 
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> list[Command]:
         self._view = view
         rebuilding = view.members if view.rebuilt and not view.started else ()
-        self._takers &= {member.peer for member in view.joining + rebuilding}
+        over = self._takers - {member.peer for member in view.joining + rebuilding}
+        return [command for peer in sorted(over) for command in self._over(peer)]
 
     def forget(self) -> None:
         """The state held here is replaced, and its copy with it."""
@@ -70,14 +72,15 @@ class Donor:
             self._takers.add(peer)
             return [Send(peer, self._offer(request.stage))]
         held = self._copy is not None and self._copy[:2] == (view.epoch, server.stage)
-        self._takers.discard(peer)  # the copy is too old for it: two such joiners would wait for one another
+        # The copy is too old for it: two such joiners would wait for one another
+        commands = self._over(peer) if peer in self._takers else []
         in_use = self._takers if held else set()
         if in_use or server.step < request.since:
-            return [Send(peer, _nothing(request))]
+            return [*commands, Send(peer, _nothing(request))]
         self._waiting[peer] = request
         self.forget()
         self._copy, self._exporting = (server.epoch, server.stage, server.step), self._id()
-        return [Do(Export(id=self._exporting, step=server.step))]
+        return [*commands, Do(Export(id=self._exporting, step=server.step))]
 
     def on_chunk_request(self, peer: Peer, request: ChunkRequest) -> list[Command]:
         view, manifest = self._view, self._manifest
@@ -105,6 +108,8 @@ class Donor:
             ]
         if done.id in self._reading:
             peer, request = self._reading.pop(done.id)
+            if self._view is None or not self._may_receive(peer, request.stage, self._view):
+                return [Drop((done.id,))]
             self.given.send(peer, request)
             return [Send(peer, _chunk(request, urgent=self._server.hurries(peer)), (done.id,)), Drop((done.id,))]
         return []
@@ -118,6 +123,12 @@ class Donor:
             peer, request = self._reading.pop(failed.id)
             return [Send(peer, _chunk(request, gone=True))]
         return []
+
+    def _over(self, peer: Peer) -> list[Command]:
+        """It reads the copy no more. What still waits for a narrow line would take its turns from rounds for minutes."""
+        self._takers.discard(peer)
+        self.given.on_unreachable(peer)
+        return [WithdrawState(peer)]
 
     def _may_receive(self, peer: Peer, stage: int, view: View) -> bool:
         """`peer` joins the stage, or rebuilds a lost neighbour of it from its state."""

@@ -110,11 +110,11 @@ class StateTransfer:
     def on_view(self, view: View, now: float) -> list[Command]:
         """Prepare the stage that the view gives this peer, unless its state is here."""
         self._view = view
-        self._donor.on_view(view)
+        commands = self._donor.on_view(view)
         if self._me is None:
             self._abandon()
-            return []
-        return self._prepare(view, now) + self._repaired(self.copier.on_view(view, now), now)
+            return commands
+        return commands + self._prepare(view, now) + self._repaired(self.copier.on_view(view, now), now)
 
     def _prepare(self, view: View, now: float) -> list[Command]:
         before, self._member = self._member, member_of(view.members, self._name) is not None

@@ -68,7 +68,7 @@ class MemoryTransport:
         self._receive_queue.put(Lost(peer, "there is no such peer"))
         return 0
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
         """Nothing waits: what is sent has arrived."""
 
     async def receive(self) -> Event:

@@ -273,8 +273,8 @@ class Shaped:
     async def receive(self) -> Event:
         return await self._receive_queue.take()
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
-        self._up.withdraw(lambda item: bool(item[2]) and is_void(item[1]), loop_time())
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
+        self._up.withdraw(lambda item: bool(item[2]) and is_void(item[0], item[1]), loop_time())
         self._inner.withdraw(is_void)
         self._news.set()
 

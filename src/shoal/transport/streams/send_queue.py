@@ -128,13 +128,15 @@ class SendQueue:
             if fragment.stream == self.generation:  # else the queue was cleared meanwhile
                 self._count(-fragment.nbytes)
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
         """Forget such frames, but for one of which a part was taken."""
         with self._lock:
             for rank, frames in enumerate(self._frames):
                 begun = self._taken[rank] > 0
                 kept = [
-                    frame for number, frame in enumerate(frames) if (begun and not number) or not is_void(frame.message)
+                    frame
+                    for number, frame in enumerate(frames)
+                    if (begun and not number) or not is_void(self.peer, frame.message)
                 ]
                 self._count(sum(frame.nbytes for frame in kept) - sum(frame.nbytes for frame in frames))
                 frames.clear()

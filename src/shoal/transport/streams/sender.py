@@ -81,7 +81,7 @@ class Sender(Generic[Route]):
                 queue.clear()
                 self._engines.sender(kind).post(partial(self._disconnect, queue))
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
         for (_, kind), queue in self._queues.items():
             if kind == "bulk":
                 queue.withdraw(is_void)

@@ -103,7 +103,7 @@ class StreamTransport(Generic[Route]):
             return 0
         return frame.nbytes
 
-    def withdraw(self, is_void: Callable[[Message], bool]) -> None:
+    def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
         self._sender.withdraw(is_void)
 
     def learned(self, peer: Peer) -> None:
