@@ -42,6 +42,7 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import HURRY_STEPS
 from shoal.core.server.server import Server
+from shoal.core.transfer.donor import ASKS
 from shoal.core.transfer.download import COLD_BYTES, COLD_Bps
 from shoal.core.transfer.transfer import StateTransfer
 
@@ -516,6 +517,58 @@ def test_what_waits_for_a_joiner_that_has_the_state_or_wants_a_newer_one_is_with
     (command,) = (one for one in play.said if isinstance(one, WithdrawState))
     assert command.voids("y", Chunk(0, 5, 1, 0)) and not command.voids("x", Chunk(0, 5, 1, 0))
     assert not command.voids("y", Chunk(0, 5, 1, 0, shard="s")), "of a checkpoint"
+
+
+def offers(play: Play, peer: str) -> bool:
+    """Whether the donor gives that joiner its state."""
+    ask(play, peer)
+    if any(isinstance(one, Do) for one in play.said):
+        exported(play)
+    ((to, offer),) = play.sent(Offer)
+    assert to == peer
+    return bool(offer.manifest.sizes)
+
+
+@pytest.mark.parametrize(
+    ("rates", "gives"),
+    [
+        ((1000, 2000, 2000), False),
+        ((1001, 2000, 2000), True),  # not so much narrower
+        ((1000, 2000, 1999), True),  # one other is not enough
+        ((0, 2000, 2000), True),  # nobody knows
+        ((), True),  # there was no round yet
+    ],
+)
+def test_whose_line_is_narrow_sends_joiners_to_others_for_a_while(rates: tuple[int, ...], gives: bool) -> None:
+    play = a_donor()
+    play.server.line_rates.update(zip("bcd", rates, strict=False))
+    assert offers(play, "x") == gives
+    if not gives:
+        play.view(a_view(2, joining=(Member("x", 1), Member("y", 1))))
+        assert [offers(play, "x") for _ in range(ASKS)] == [False] * (ASKS - 1) + [True], "it has nobody else"
+        assert not offers(play, "y")
+        play.view(a_view(3, joining=(Member("y", 1),)))
+        play.view(a_view(4, joining=(Member("x", 1), Member("y", 1))))
+        assert not offers(play, "x"), "it joins once more"
+        play.view(a_view(5, members=MEMBERS[:3], joining=(Member("x", 1),)))
+        assert offers(play, "x"), "of the others one is left"
+
+
+def test_in_the_place_of_a_replica_that_has_nothing_to_give_another_is_asked() -> None:
+    members = (*MEMBERS, *(Member(peer, 1) for peer in "efg"))
+    play = Play(a_view(members=members))
+    first = {peer for peer, _ in play.sent(StateRequest)}
+    assert len(first) == 3
+    asked = set(first)
+    for peer in sorted(first):
+        play.offer(peer, manifest=Manifest(hashes=(), sizes=()))
+        ((other, _),) = play.sent(StateRequest)
+        assert other not in asked
+        asked.add(other)
+    play.offer(sorted(asked - first)[0])
+    for peer in sorted(asked - first)[1:]:
+        play.offer(peer, manifest=Manifest(hashes=(), sizes=()))
+        assert play.sent(StateRequest) == [], "all have been asked"
 
 
 def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:

@@ -87,6 +87,7 @@ class Rounds:
         self._early = EarlyChunks()
         self._void: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # task of a past round: inputs, outputs
         self._times = RoundTimes(settings.heartbeat_s, settings.min_request_timeout_s)
+        self.line_rates: dict[Peer, int] = {}  # of my stage's replicas, as the last round said
         self._free_at = NEVER  # when my line should have passed what joiners get of rounds that are over
 
     @property
@@ -147,9 +148,9 @@ class Rounds:
         piece = Piece(layout, layout.role(self._name))
         self._times.begin(self._replica.length, shares)
         pace = self._pace(piece)
-        line_rate = next(share.line_rate for share in shares if share.peer == self._name)
-        waiting = Waiting(now + pace.patience_s, now)
-        return Current(message, group, joiners, piece, pace, now, waiting, Copies(line_rate, self._free_at))
+        self.line_rates = {share.peer: share.line_rate for share in shares}
+        waiting, copies = Waiting(now + pace.patience_s, now), Copies(self.line_rates[self._name], self._free_at)
+        return Current(message, group, joiners, piece, pace, now, waiting, copies)
 
     def fail(self, message: Round, reason: str, culprit: str = "") -> list[Command]:
         """That round cannot end here: tell the leader, now and whenever it asks for the same round again."""

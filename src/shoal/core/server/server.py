@@ -163,6 +163,11 @@ class Server:
         return self._hops.pace.rate
 
     @property
+    def line_rates(self) -> dict[Peer, int]:
+        """Of my stage's replicas, as the last round said."""
+        return self._rounds.line_rates
+
+    @property
     def deadline(self) -> float | None:
         hops, rounds, catch_up = self._hops, self._rounds, self._catch_up  # asked after every event of every peer
         first = hops.deadline if hops.store.wants or hops.audits.jobs else None

@@ -8,7 +8,7 @@ and the reads of each are bounded. For transfer.py; the receiving side is downlo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shoal.core.messages import (
     Chunk,
@@ -31,26 +31,32 @@ from shoal.core.messages import (
 from shoal.core.server.server import Server
 from shoal.core.transfer.given import Given
 
+# So many replicas of my stage, whose lines are so many times as wide as mine, are enough for a joiner. One that has asked ASKS times, a
+# beat or more apart, gets nothing from those
+WIDE, TIMES_AS_WIDE, ASKS = 2, 2, 8
 READS_AT_ONCE = 8  # for one joiner; requests beyond that are not answered
 
 
 class Donor:
     """The copy of this peer's state, and who reads it."""
 
-    def __init__(self, server: Server, serial: Iterator[int]) -> None:
-        self._server, self._serial = server, serial
+    def __init__(self, name: Peer, server: Server, serial: Iterator[int]) -> None:
+        self._name, self._server, self._serial = name, server, serial
         self._view: View | None = None
         self._copy: tuple[int, int, int] | None = None  # (epoch, stage, step)
         self._manifest: Manifest | None = None  # of the copy, once it is exported
         self._exporting = ""  # task that makes the copy
         self._takers: set[Peer] = set()  # joiners that the copy was offered to
         self._waiting: dict[Peer, StateRequest] = {}  # for the export to end
+        self._sent_on: dict[Peer, int] = {}  # how often joiners were told to ask others, whose lines are wider
         self._reading: dict[str, tuple[Peer, ChunkRequest]] = {}  # by task
         self.given = Given()
 
     def on_view(self, view: View) -> list[Command]:
         self._view = view
         rebuilding = view.members if view.rebuilt and not view.started else ()
+        joining = {member.peer for member in view.joining}
+        self._sent_on = {peer: asks for peer, asks in self._sent_on.items() if peer in joining}
         over = self._takers - {member.peer for member in view.joining + rebuilding}
         return [command for peer in sorted(over) for command in self._over(peer)]
 
@@ -64,6 +70,9 @@ class Donor:
         if view is None or not self._may_receive(peer, request.stage, view):
             return []
         if not server.ready or (server.epoch, server.stage) != (request.epoch, request.stage):
+            return [Send(peer, _nothing(request))]
+        if self._is_narrow(view) and (asks := self._sent_on.get(peer, 0)) < ASKS:
+            self._sent_on[peer] = asks + 1
             return [Send(peer, _nothing(request))]
         if self._exporting:
             self._waiting[peer] = request
@@ -138,6 +147,12 @@ class Donor:
         beside = {one.stage for one in lost if abs(one.stage - stage) == 1}
         return any(m.peer == peer and m.stage in beside for m in view.members + view.joining)
 
+    def _is_narrow(self, view: View) -> bool:
+        """Others of my stage have so much wider lines that my chunks would come last, and the stage's rounds would wait for my line."""
+        rates = self._server.line_rates
+        own = rates.get(self._name, 0)
+        return 0 < own <= narrow([rates.get(one.peer, 0) for one in view.members if one.stage == self._server.stage])
+
     def _suits(self, request: StateRequest) -> bool:
         if self._copy is None or self._manifest is None:
             return False
@@ -150,6 +165,11 @@ class Donor:
 
     def _id(self) -> str:
         return f"y/{next(self._serial)}"
+
+
+def narrow(line_rates: Collection[int]) -> float:
+    """Of replicas of a stage whose lines have these rates: those up to that rate are no donors. 0: all are."""
+    return sorted(line_rates)[-WIDE] / TIMES_AS_WIDE if len(line_rates) > WIDE else 0.0
 
 
 def _nothing(request: StateRequest) -> Offer:

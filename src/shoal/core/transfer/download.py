@@ -133,6 +133,7 @@ class Downloader:
         self.retry_at: float | None = None
         self._shunned: set[Peer] = set()  # donors that failed, not used again while there are others
         self._usual = Latency()  # seconds from requesting a chunk to receiving it
+        self._asked: set[Peer] = set()  # for the next source, since the last `request`
         self._misses = 0  # donors given up since the last chunk arrived
         self._held: frozenset[str] = frozenset()  # chunks of the target, by hash, that are here from before
 
@@ -182,14 +183,19 @@ class Downloader:
     def request(self, view: View, since: int, most: int = DONORS) -> list[Command]:
         """Ask replicas of the next source for their state. `since`: the oldest version of the target's own stage that is useful. `most`: so
         many are asked."""
-        target, source, current = self.target, self._source, self.current
-        assert target is not None
+        current = self.current
         able = [peer for peer in self._able(view) if peer != self._name]
         able = [peer for peer in able if current is None or peer not in current.donors]
         if not set(able) - self._shunned:
             self._shunned.clear()
         able = [peer for peer in able if peer not in self._shunned]
         chosen = self._rng.sample(able, min(most, len(able)))  # none: repeated when a view brings one
+        self._asked = set(chosen)
+        return self._ask(chosen, view, since)
+
+    def _ask(self, chosen: list[Peer], view: View, since: int) -> list[Command]:
+        target, source = self.target, self._source
+        assert target is not None
         oldest = self._oldest(view, since)
         request = StateRequest(epoch=target.epoch, stage=source, since=oldest, shard=target.shard)
         return [Send(peer, request) for peer in chosen]
@@ -219,7 +225,7 @@ class Downloader:
         if not sizes or len(sizes) != len(hashes) or offer.step < self._oldest(view, since):
             if not self.has_donors:
                 self.retry_at = now + self._settings.heartbeat_s
-            return []
+            return self._ask_another(view, since)
         current = self.current
         if current is not None and (current.step, current.manifest) != (offer.step, offer.manifest):
             if current.donors:
@@ -229,6 +235,16 @@ class Downloader:
             self.current = Download(source, sum(self.whole), offer.step, offer.manifest, *self._parted(hashes))
         self.current.donors[peer] = None
         return self.go_on(now)
+
+    def _ask_another(self, view: View, since: int) -> list[Command]:
+        """Of the replicas that have not been asked for the state, one, in the place of one that has nothing to give."""
+        assert self.target is not None
+        rest = [peer for peer in self._able(view) if peer != self._name and peer not in self._asked | self._shunned]
+        if self.target.saved is not None or not rest:
+            return []
+        chosen = self._rng.sample(rest, 1)
+        self._asked.update(chosen)
+        return self._ask(chosen, view, since)
 
     def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         unused = drop(tuple(blob.id for blob in blobs))

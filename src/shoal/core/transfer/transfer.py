@@ -90,7 +90,7 @@ class StateTransfer:
         self._member = False  # in the newest view
         self._build = Build()
         self.downloader = Downloader(name, settings, rng, self._serial)
-        self._donor = Donor(server, self._serial)
+        self._donor = Donor(name, server, self._serial)
         self.copier, self._shards = Copier(name, settings, rng, self._serial), ShardDonor(self._serial)
         self._unloadable: Failed | None = None  # why Init failed, while what it lacks is downloaded
         self._brought: set[Lack] = set()  # what it lacked before
