@@ -554,6 +554,19 @@ def test_whose_line_is_narrow_sends_joiners_to_others_for_a_while(rates: tuple[i
         assert offers(play, "x"), "of the others one is left"
 
 
+def test_whose_line_has_become_narrow_keeps_no_copy_for_whom_it_sends_to_others() -> None:
+    play = a_donor()
+    assert offers(play, "x") and reads(play, 0, again=False)
+    play.server.line_rates.update(b=1000, c=2000, d=2000)
+    ask(play, "x", since=7)
+    assert [type(one) for one in play.said] == [WithdrawState, Send]
+    play.take(play.server.load_state(1, 7, 0, 10, "d7", 0.0))
+    for _ in range(ASKS):
+        ask(play, "y", since=7)
+    ask(play, "y", since=7)
+    assert play.task(Export).step == 7, "nobody reads version 5 any more"
+
+
 def test_in_the_place_of_a_replica_that_has_nothing_to_give_another_is_asked() -> None:
     members = (*MEMBERS, *(Member(peer, 1) for peer in "efg"))
     play = Play(a_view(members=members))

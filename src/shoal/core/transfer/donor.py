@@ -73,7 +73,7 @@ class Donor:
             return [Send(peer, _nothing(request))]
         if self._is_narrow(view) and (asks := self._sent_on.get(peer, 0)) < ASKS:
             self._sent_on[peer] = asks + 1
-            return [Send(peer, _nothing(request))]
+            return [*self._over(peer), Send(peer, _nothing(request))]
         if self._exporting:
             self._waiting[peer] = request
             return []
@@ -82,7 +82,7 @@ class Donor:
             return [Send(peer, self._offer(request.stage))]
         held = self._copy is not None and self._copy[:2] == (view.epoch, server.stage)
         # The copy is too old for it: two such joiners would wait for one another
-        commands = self._over(peer) if peer in self._takers else []
+        commands = self._over(peer)
         in_use = self._takers if held else set()
         if in_use or server.step < request.since:
             return [*commands, Send(peer, _nothing(request))]
@@ -134,7 +134,9 @@ class Donor:
         return []
 
     def _over(self, peer: Peer) -> list[Command]:
-        """It reads the copy no more. What still waits for a narrow line would take its turns from rounds for minutes."""
+        """It reads the copy no more, if it did. What still waits for a narrow line would take its turns from rounds for minutes."""
+        if peer not in self._takers:
+            return []
         self._takers.discard(peer)
         self.given.on_unreachable(peer)
         return [WithdrawState(peer)]

@@ -239,7 +239,8 @@ class Downloader:
     def _ask_another(self, view: View, since: int) -> list[Command]:
         """Of the replicas that have not been asked for the state, one, in the place of one that has nothing to give."""
         assert self.target is not None
-        rest = [peer for peer in self._able(view) if peer != self._name and peer not in self._asked | self._shunned]
+        tried = {self._name, *self._asked, *self._shunned}
+        rest = [peer for peer in self._able(view) if peer not in tried]
         if self.target.saved is not None or not rest:
             return []
         chosen = self._rng.sample(rest, 1)
