@@ -73,11 +73,8 @@ class Uplink(msgspec.Struct):
 
     def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
         """When `seconds` of that rank will have left, as transport/streams/send_queue.py sends them."""
+        self.pass_until(now)
         waiting = self.waiting_s
-        if now > self.then_s:
-            if max(waiting) > 0:
-                self._advance(now)
-            self.then_s = now
         waiting[rank] += seconds
         taken = waiting[rank]
         taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
@@ -91,6 +88,13 @@ class Uplink(msgspec.Struct):
             return self.free_s[rank]
         self.free_s[rank] = left
         return left
+
+    def pass_until(self, now: float) -> None:
+        """What waits is what waits `now`."""
+        if now > self.then_s:
+            if max(self.waiting_s) > 0:
+                self._advance(now)
+            self.then_s = now
 
     def _advance(self, now: float) -> None:
         """The first that waits has its time, and each lower one a turn after PASSED of its turns."""

@@ -568,7 +568,7 @@ def test_whose_line_has_become_narrow_keeps_no_copy_for_whom_it_sends_to_others(
 
 
 def test_in_the_place_of_a_replica_that_has_nothing_to_give_another_is_asked() -> None:
-    members = (*MEMBERS, *(Member(peer, 1) for peer in "efg"))
+    members = (*MEMBERS, *(Member(peer, 1) for peer in "efgh"))
     play = Play(a_view(members=members))
     first = {peer for peer, _ in play.sent(StateRequest)}
     assert len(first) == 3
@@ -578,10 +578,14 @@ def test_in_the_place_of_a_replica_that_has_nothing_to_give_another_is_asked() -
         ((other, _),) = play.sent(StateRequest)
         assert other not in asked
         asked.add(other)
+        play.offer(peer, manifest=Manifest(hashes=(), sizes=()))
+        assert play.sent(StateRequest) == [], "one for each, however often it says so"
     play.offer(sorted(asked - first)[0])
     for peer in sorted(asked - first)[1:]:
         play.offer(peer, manifest=Manifest(hashes=(), sizes=()))
-        assert play.sent(StateRequest) == [], "all have been asked"
+        asked |= {other for other, _ in play.sent(StateRequest)}
+    assert asked == set("bcdefgh"), "all have been asked"
+    assert play.sent(StateRequest) == []
 
 
 def test_strangers_get_nothing_and_nobody_reads_without_end() -> None:

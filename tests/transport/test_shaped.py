@@ -143,7 +143,7 @@ def test_what_is_void_does_not_go_but_for_what_has_begun() -> None:
     line = LineQueue(100.0)
     for item in ("void, begun", "void", "kept", "void", "kept, too"):
         line.push(item, "p", 100, bulk=True, now=0.0)
-    line.withdraw(lambda item: item.startswith("void"), now=0.5)
+    line.withdraw(lambda _, item: item.startswith("void"), now=0.5)
     assert passed(line) == [(1.0, "void, begun"), (2.0, "kept"), (3.0, "kept, too")]
 
 

@@ -41,12 +41,14 @@ class SimulatedLink(msgspec.Struct):
 
 
 class SimulatedUplink(Uplink):
+    queued_s: list[float] = msgspec.field(
+        default_factory=lambda: [0.0] * RANKS
+    )  # of all that is in the queue of each rank
+
     def unsent(self, queue: Sequence[QueuedBlobs], now: float) -> list[QueuedBlobs]:
         """Of what was queued of one rank: that of which nothing has left. What went first since may have held it up, though its arrival
         was settled when it was sent."""
-        if now > self.then_s:
-            self._advance(now)
-            self.then_s = now
+        self.pass_until(now)
         rest_s, unsent = self.waiting_s[queue[0].rank], list[QueuedBlobs]()
         for queued in reversed(queue):
             held_up = queued.left_s <= now and rest_s >= queued.seconds * (1 - 1e-9)
@@ -59,6 +61,7 @@ class SimulatedUplink(Uplink):
         """Those do not go; these do."""
         for queued in void:
             self.waiting_s[queued.rank] = max(0.0, self.waiting_s[queued.rank] - queued.seconds)
+            self.queued_s[queued.rank] -= queued.seconds
             self.free_s[queued.rank] = now
         for queued in kept:
             self.free_s[queued.rank] = max(self.free_s[queued.rank], queued.left_s)
@@ -133,10 +136,10 @@ class Network:
         if queues is None:
             queues = self._queued[source] = [deque() for _ in range(RANKS)]
         queue, seconds = queues[rank], nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
-        if queue and queue[0].left_s <= now:
-            rest_s = uplink.waiting_s[rank] - seconds - sum([each.seconds for each in queue])
-            while queue and queue[0].left_s <= now and rest_s + queue[0].seconds <= 1e-9:
-                rest_s += queue.popleft().seconds
+        waits_s, behind_s = uplink.waiting_s[rank] - seconds - 1e-9, uplink.queued_s[rank]
+        while queue and queue[0].left_s <= now and waits_s <= behind_s - queue[0].seconds:
+            behind_s -= queue.popleft().seconds
+        uplink.queued_s[rank] = (behind_s if queue else 0.0) + seconds
         queued = QueuedBlobs(target, message, self._links[source, target], rank, seconds, uplink.free_s[rank], at)
         queue.append(queued)
         return queued

@@ -8,7 +8,7 @@ and the reads of each are bounded. For transfer.py; the receiving side is downlo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from shoal.core.messages import (
     Chunk,
@@ -153,7 +153,8 @@ class Donor:
         """Others of my stage have so much wider lines that my chunks would come last, and the stage's rounds would wait for my line."""
         rates = self._server.line_rates
         own = rates.get(self._name, 0)
-        return 0 < own <= narrow([rates.get(one.peer, 0) for one in view.members if one.stage == self._server.stage])
+        stage = [one.peer for one in view.members if one.stage == self._server.stage]
+        return own > 0 and sum(rates.get(peer, 0) >= TIMES_AS_WIDE * own for peer in stage) >= WIDE
 
     def _suits(self, request: StateRequest) -> bool:
         if self._copy is None or self._manifest is None:
@@ -167,11 +168,6 @@ class Donor:
 
     def _id(self) -> str:
         return f"y/{next(self._serial)}"
-
-
-def narrow(line_rates: Collection[int]) -> float:
-    """Of replicas of a stage whose lines have these rates: those up to that rate are no donors. 0: all are."""
-    return sorted(line_rates)[-WIDE] / TIMES_AS_WIDE if len(line_rates) > WIDE else 0.0
 
 
 def _nothing(request: StateRequest) -> Offer:

@@ -133,7 +133,9 @@ class Downloader:
         self.retry_at: float | None = None
         self._shunned: set[Peer] = set()  # donors that failed, not used again while there are others
         self._usual = Latency()  # seconds from requesting a chunk to receiving it
-        self._asked: set[Peer] = set()  # for the next source, since the last `request`
+        self._asked: dict[
+            Peer, bool
+        ] = {}  # for the next source, since the last `request`; whether it may still say that it has nothing
         self._misses = 0  # donors given up since the last chunk arrived
         self._held: frozenset[str] = frozenset()  # chunks of the target, by hash, that are here from before
 
@@ -190,7 +192,7 @@ class Downloader:
             self._shunned.clear()
         able = [peer for peer in able if peer not in self._shunned]
         chosen = self._rng.sample(able, min(most, len(able)))  # none: repeated when a view brings one
-        self._asked = set(chosen)
+        self._asked = dict.fromkeys(chosen, True)
         return self._ask(chosen, view, since)
 
     def _ask(self, chosen: list[Peer], view: View, since: int) -> list[Command]:
@@ -225,7 +227,7 @@ class Downloader:
         if not sizes or len(sizes) != len(hashes) or offer.step < self._oldest(view, since):
             if not self.has_donors:
                 self.retry_at = now + self._settings.heartbeat_s
-            return self._ask_another(view, since)
+            return self._ask_another(peer, view, since)
         current = self.current
         if current is not None and (current.step, current.manifest) != (offer.step, offer.manifest):
             if current.donors:
@@ -236,16 +238,16 @@ class Downloader:
         self.current.donors[peer] = None
         return self.go_on(now)
 
-    def _ask_another(self, view: View, since: int) -> list[Command]:
+    def _ask_another(self, instead: Peer, view: View, since: int) -> list[Command]:
         """Of the replicas that have not been asked for the state, one, in the place of one that has nothing to give."""
         assert self.target is not None
         tried = {self._name, *self._asked, *self._shunned}
         rest = [peer for peer in self._able(view) if peer not in tried]
-        if self.target.saved is not None or not rest:
+        if self.target.saved is not None or not rest or not self._asked.get(instead):
             return []
-        chosen = self._rng.sample(rest, 1)
-        self._asked.update(chosen)
-        return self._ask(chosen, view, since)
+        chosen = self._rng.choice(rest)
+        self._asked |= {instead: False, chosen: True}
+        return self._ask([chosen], view, since)
 
     def on_chunk(self, peer: Peer, chunk: Chunk, blobs: tuple[BlobRef, ...], fault: str, now: float) -> list[Command]:
         unused = drop(tuple(blob.id for blob in blobs))

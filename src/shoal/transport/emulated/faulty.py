@@ -99,11 +99,9 @@ class Faulty:
         return frame.nbytes
 
     def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
-        def void_to(peer: Peer) -> Callable[[tuple[Message, tuple[Blob, ...]]], bool]:
-            return lambda item: bool(item[1]) and is_void(peer, item[0])
-
-        for peer, (_, line) in self._lines.items():
-            line.withdraw(void_to(peer), loop_time())
+        now = loop_time()
+        for _, line in self._lines.values():
+            line.withdraw(lambda peer, item: bool(item[1]) and is_void(peer, item[0]), now)
         self._inner.withdraw(is_void)
         self._news.set()
 

@@ -119,9 +119,11 @@ class LineQueue(Generic[T]):
         self._lanes[0] = deque(passing for passing in self._lanes[0] if passing.peer != peer)
         self._remove(lambda passing: passing.peer == peer, now)
 
-    def withdraw(self, is_void: Callable[[T], bool], now: float) -> None:
+    def withdraw(self, is_void: Callable[[Peer, T], bool], now: float) -> None:
         """The same of such bulk, where nothing of it is on its way."""
-        self._remove(lambda passing: is_void(passing.item) and passing.leaves_at - passing.seconds > now, now)
+        self._remove(
+            lambda passing: is_void(passing.peer, passing.item) and passing.leaves_at - passing.seconds > now, now
+        )
 
     def _remove(self, goes: Callable[[_Passing[T]], bool], now: float) -> None:
         """Of bulk."""
@@ -230,7 +232,7 @@ class UplinkQueue(Generic[T]):
         for line in self._lines:
             line.drop(peer, now)
 
-    def withdraw(self, is_void: Callable[[T], bool], now: float) -> None:
+    def withdraw(self, is_void: Callable[[Peer, T], bool], now: float) -> None:
         """Such bulk that has not begun to pass the uplink; what is on a pair's way has."""
         self._first.withdraw(is_void, now)
 
@@ -274,7 +276,7 @@ class Shaped:
         return await self._receive_queue.take()
 
     def withdraw(self, is_void: Callable[[Peer, Message], bool]) -> None:
-        self._up.withdraw(lambda item: bool(item[2]) and is_void(item[0], item[1]), loop_time())
+        self._up.withdraw(lambda peer, item: bool(item[2]) and is_void(peer, item[1]), loop_time())
         self._inner.withdraw(is_void)
         self._news.set()
 
