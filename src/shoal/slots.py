@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
+from functools import lru_cache
 
 import msgspec
 
 from shoal.core.messages import PASSED, RANKS
 
 MAX_SPANS = 64  # older spans are forgotten, with the idle time before them
+PIECES = 6000  # by which a rank's share of a full line is found
 
 
 class Slots:
@@ -61,6 +63,35 @@ class Inflow:
         return max(self._slots.take(start, seconds), now)
 
 
+class RankTurns:
+    """The highest waiting rank goes next, and each lower one after it was passed over as often as PASSED says: averaging fills a line for
+    minutes, and a joiner's state would stand still."""
+
+    def __init__(self) -> None:
+        self._passed = [0] * RANKS
+
+    def next(self, waiting: Collection[int]) -> int:
+        return min((rank for rank in waiting if self._passed[rank] >= PASSED[rank]), default=min(waiting))
+
+    def took(self, turn: int, waiting: Collection[int]) -> None:
+        """`turn` has gone, while these waited."""
+        for rank in waiting:
+            if rank > turn:
+                self._passed[rank] += 1
+        self._passed[turn] = 0
+
+
+@lru_cache
+def shares_of(ranks: tuple[int, ...]) -> tuple[float, ...]:
+    """Of a line, that each rank has while all of these wait."""
+    turns, pieces = RankTurns(), dict.fromkeys(ranks, 0)
+    for _ in range(PIECES):
+        rank = turns.next(ranks)
+        turns.took(rank, ranks)
+        pieces[rank] += 1
+    return tuple(pieces[rank] / PIECES for rank in ranks)
+
+
 class Uplink(msgspec.Struct):
     """A sender's line, which passes one transfer after the other: those of a higher rank first, but for the turns that lower ones have."""
 
@@ -97,17 +128,15 @@ class Uplink(msgspec.Struct):
             self.then_s = now
 
     def _advance(self, now: float) -> None:
-        """The first that waits has its time, and each lower one a turn after PASSED of its turns."""
         waiting, left = self.waiting_s, now - self.then_s
         while left > 0 and (ranks := [rank for rank, waits_s in enumerate(waiting) if waits_s]):
             if len(ranks) == 1:  # as mostly: it has the whole line
                 rest = waiting[ranks[0]] - left
                 waiting[ranks[0]] = rest if rest > 1e-9 else 0.0
                 return
-            shares = [1.0, *(1 / PASSED[rank] for rank in ranks[1:])]
-            whole = sum(shares)
-            step = min(left, *(waiting[rank] * whole / share for rank, share in zip(ranks, shares, strict=True)))
+            shares = shares_of(tuple(ranks))
+            step = min(left, *(waiting[rank] / share for rank, share in zip(ranks, shares, strict=True)))
             for rank, share in zip(ranks, shares, strict=True):
-                rest = waiting[rank] - step * share / whole
+                rest = waiting[rank] - step * share
                 waiting[rank] = rest if rest > 1e-9 else 0.0
             left -= step

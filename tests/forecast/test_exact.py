@@ -68,10 +68,10 @@ def test_a_machine_that_vanishes_is_noticed_by_its_silence_and_a_process_by_its_
     given = a_job(6)
     assert given.patience.detection_s > given.patience.heartbeat_timeout_s
     broken = msgspec.structs.replace(given.patience, detection_s=1.7)
-    waits = []
+    changes, waits = always(6, Presence(60.0, 1, False)), []
     for patience in (given.patience, broken):
         job = msgspec.structs.replace(given, patience=patience)
-        waits.append(forecast_exact(job, always(6, Presence(60.0, 1, False)), 0.0, 120.0, 0).parts.waiting)
+        waits.append(fmean(forecast_exact(job, changes, 0.0, 120.0, seed).parts.waiting for seed in range(3)))
     assert waits[0] > 2 * waits[1] > 0.5  # its share of the requests waits for 4.4 s, or for 1.7 s
 
 
@@ -313,4 +313,4 @@ def test_after_a_move_steps_are_as_long_as_by_message() -> None:
             composition[job.seats.seated[int(one.peer[1 : one.peer.index(".")])]] = one.stage
         assert (composition != np.array(job.stage_of)).sum() == 1
     step = Played(job)(composition)
-    assert step is not None and step.step_s == pytest.approx(fmean(exact_s), rel=0.05)
+    assert step is not None and step.step_s == pytest.approx(fmean(exact_s), rel=0.08)

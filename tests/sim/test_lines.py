@@ -8,22 +8,26 @@ from random import Random
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal import codec
 from shoal.codec import Travel
 from shoal.core import messages as m
 from shoal.core.allreduce.layout import split
-from shoal.core.messages import PASSED, URGENT
+from shoal.core.messages import PASSED
 from shoal.sim import lines
 from shoal.sim.delivery import Delivery, Parcel
-from shoal.sim.lines import LineRates, Wire
-from shoal.sim.network import Network, SimulatedUplink
+from shoal.sim.kernel import Kernel
+from shoal.sim.lines import Downlinks, LineRates, QueuedBlobs, Uplinks, Wire
+from shoal.sim.network import Network
 from shoal.sim.scenarios.catalogue import load
 from shoal.sim.scenarios.drawing import draw
 from shoal.sim.scenarios.scenario import Case, Happenings, Messages, Scenario
 from shoal.sim.swarm import Swarm
 from shoal.sim.tasks.storage import CHUNKS
 from shoal.sim.tasks.task_runner import TaskRunner
+from shoal.slots import RankTurns
 
 MB = 1_000_000
 DELAY_S = 0.05
@@ -36,67 +40,155 @@ def a_wire(*line_rates: LineRates, **changes: object) -> Wire:
     return msgspec.structs.replace(wire, **changes)
 
 
-def arrivals(wire: Wire, *sent: tuple[str, str, int, int]) -> list[float]:
-    """From, to, bytes and rank, all at 0; when each is through, but for its own delay, which is drawn."""
-    network, reached = Network(PLAIN, Random(0), wire=wire), []
-    for place, (source, target, nbytes, rank) in enumerate(sent):
-        (at,) = network.arrivals(source, target, nbytes, 0.0, rank)
-        reached.append((at, place))
-    arrival_of = {
-        place: network.through(sent[place][0], sent[place][1], sent[place][2], sent[place][3], at)
-        for at, place in sorted(reached)
-    }
-    return [arrival_of[place] - DELAY_S for place in range(len(sent))]
+class SizedWire(Wire, frozen=True):
+    """Every blob says how many bytes it has."""
+
+    def nbytes(self, blob: tuple[object, ...], chunks: int) -> int:
+        (_, nbytes) = blob
+        assert isinstance(nbytes, int)
+        return nbytes
+
+
+class Rig:
+    """Lines between p0, p1, ..: every message is known by its number."""
+
+    def __init__(self, *line_rates: LineRates) -> None:
+        self.kernel = Kernel()
+        wire = SizedWire(lines=line_rates or (LineRates(MB, MB),), boundary_values=1, gradient_values=1)
+        self.network = Network(PLAIN, Random(0), wire=wire)
+        self.uplinks, self.downlinks = Uplinks(wire, self.kernel, self._leave), Downlinks(wire)
+        self.left_s, self.through_s = dict[int, float](), dict[int, float]()
+        self._sent = 0
+
+    def send(self, pair: tuple[int, int], message: m.Message, nbytes: int, now: float = 0.0) -> int:
+        """From p<i> to p<j>, at `now`. Returns its number."""
+        source, target = (f"p{peer}.0" for peer in pair)
+        number = self._sent
+        self._sent += 1
+        self.kernel.at(now, lambda _: self.uplinks.put(source, target, message, ((number, nbytes),)))
+        return number
+
+    def run(self, until: float = 1e9) -> None:
+        self.kernel.run(until, 100_000)
+
+    def _leave(self, queued: QueuedBlobs) -> None:
+        now = self.kernel.now
+        self.left_s[self._number(queued)] = now
+        (at,) = self.network.arrivals(queued.source, queued.target, queued.nbytes, now, queued.rank)
+        self.kernel.at(at, self._reach, queued)
+
+    def _reach(self, queued: QueuedBlobs) -> None:
+        through = self.downlinks.through
+        at = through(queued.source, queued.target, queued.nbytes, queued.rank, self.kernel.now)
+        self.through_s[self._number(queued)] = at - DELAY_S
+
+    def _number(self, queued: QueuedBlobs) -> int:
+        ((number, _),) = queued.values
+        assert isinstance(number, int)
+        return number
+
+
+GRADIENT, ACTIVATION = m.BoundaryTensor(0, 1, 0, 1, True), m.BoundaryTensor(0, 1, 0, 1, False)
+GATHERED, REDUCED = m.GatherChunk(0, 1, 7, 0, first=True), m.ReduceChunk(0, 1, 7, 0)
+STATE, URGENT_STATE = m.Chunk(0, 1, 0, 0), m.Chunk(0, 1, 0, 0, urgent=True)
+
+
+def arrivals(line_rates: tuple[LineRates, ...], *sent: tuple[int, int, int, m.Message]) -> list[float]:
+    """From, to, bytes and message, all at 0; when each is through, but for its own delay, which is drawn."""
+    rig = Rig(*line_rates)
+    numbers = [rig.send((source, target), message, nbytes) for source, target, nbytes, message in sent]
+    rig.run()
+    return [rig.through_s[number] for number in numbers]
 
 
 def test_a_tensor_alone_takes_its_bytes_time_once() -> None:
-    (took_s,) = arrivals(a_wire(), ("p0.0", "p1.0", MB, 1))
+    (took_s,) = arrivals((), (0, 1, MB, ACTIVATION))
     assert took_s == pytest.approx(1.0, abs=0.2 * DELAY_S)
+
+
+def test_a_line_as_wide_as_can_be_takes_no_time() -> None:
+    assert arrivals((LineRates(),), *[(0, 1, MB, ACTIVATION)] * 3) == pytest.approx([0.0] * 3, abs=0.2 * DELAY_S)
 
 
 def test_a_narrow_downlink_slows_a_fast_sender() -> None:
     """But for its first tensor: whose line is which of one that comes alone cannot be told (slots.Inflow)."""
-    sent = [("p0.0", "p1.0", MB, 1)] * 6
-    last_s = arrivals(a_wire(LineRates(10 * MB, 10 * MB), LineRates(MB, MB)), *sent)[-1]
+    last_s = arrivals((LineRates(10 * MB, 10 * MB), LineRates(MB, MB)), *[(0, 1, MB, ACTIVATION)] * 6)[-1]
     assert last_s == pytest.approx(5.1, abs=0.01)
 
 
 def test_two_that_send_to_one_at_once_share_its_line_and_two_targets_do_not() -> None:
-    one = arrivals(a_wire(), ("p0.0", "p2.0", MB, 1), ("p1.0", "p2.0", MB, 1))
+    one = arrivals((), (0, 2, MB, ACTIVATION), (1, 2, MB, ACTIVATION))
     assert max(one) == pytest.approx(2.0, abs=0.2 * DELAY_S)
-    two = arrivals(a_wire(), ("p0.0", "p2.0", MB, 1), ("p1.0", "p3.0", MB, 1))
+    two = arrivals((), (0, 2, MB, ACTIVATION), (1, 3, MB, ACTIVATION))
     assert max(two) == pytest.approx(1.0, abs=0.2 * DELAY_S)
 
 
 def test_a_senders_own_line_passes_one_after_another_and_gradients_first() -> None:
-    state, gradient = arrivals(a_wire(), ("p0.0", "p1.0", 3 * MB, 5), ("p0.0", "p2.0", MB, 0))
-    assert gradient == pytest.approx(1.0 + 1.0 / PASSED[5], abs=0.2 * DELAY_S), "the state that waits has its turn"
-    assert state == pytest.approx(3.0, abs=0.2 * DELAY_S)
-    first, second = arrivals(a_wire(), ("p0.0", "p1.0", MB, 1), ("p0.0", "p2.0", MB, 1))
+    state, gradient = arrivals((), (0, 1, 3 * MB, STATE), (0, 2, MB, GRADIENT))
+    assert gradient == pytest.approx(1.0 + 1.0 / PASSED[6], abs=0.2 * DELAY_S), "the state that waits has its turn"
+    assert state == pytest.approx(4.0, abs=0.2 * DELAY_S)
+    first, second = arrivals((), (0, 1, MB, ACTIVATION), (0, 2, MB, ACTIVATION))
     assert (first, second) == (pytest.approx(1.0, abs=0.01), pytest.approx(2.0, abs=0.01))
 
 
-@pytest.mark.parametrize("rank", [URGENT, 5])
-def test_a_lower_rank_has_its_turns_on_a_full_line(rank: int) -> None:
+def test_what_is_sent_later_and_goes_first_holds_up_what_waits() -> None:
+    """Two seconds of a round, and half a second later nine of hops: beside them the round has a turn of ten."""
+    rig = Rig()
+    part, hop = rig.send((0, 1), REDUCED, 2 * MB), rig.send((0, 2), GRADIENT, 9 * MB, 0.5)
+    rig.run()
+    assert rig.left_s[hop] == pytest.approx(0.5 + 9.0 + 1.0)
+    assert rig.left_s[part] == pytest.approx(10.5 + 0.5)
+
+
+@pytest.mark.parametrize("message", [URGENT_STATE, REDUCED])
+def test_a_lower_rank_has_its_turns_on_a_full_line(message: m.Message) -> None:
     """The line is given a second of hops each second, with four in it at first: state passes at one turn of so many."""
-    uplink, waits_s, passed_s = SimulatedUplink(float(MB)), 0.0, 0.0
+    rig = Rig()
     for _ in range(4):
-        uplink.pass_in_turn(0, 1.0, 0.0)
-    for at in range(100):
-        hop_s = uplink.pass_in_turn(0, 1.0, float(at))
-        if waits_s <= at:
-            waits_s = uplink.pass_in_turn(rank, 0.5, float(at))
-            passed_s += 0.5
-    assert passed_s / waits_s == pytest.approx(1 / (PASSED[rank] + 1), rel=0.2)
-    assert hop_s - 99.0 == pytest.approx(5.0 + passed_s, abs=0.6), "hops are later by what the state took"
+        rig.send((0, 1), GRADIENT, MB)
+    hops = [rig.send((0, 1), GRADIENT, MB, float(at)) for at in range(100)]
+    lower = [rig.send((0, 2), message, MB // 2) for _ in range(300)]
+    rig.run()
+    passed_s = 0.5 * sum(rig.left_s[number] <= 99.0 for number in lower)
+    assert passed_s / 99.0 == pytest.approx(1 / (PASSED[m.rank(message)] + 1), abs=0.01)
+    share = 1 - 1 / (PASSED[m.rank(message)] + 1)
+    assert rig.left_s[hops[-1]] == pytest.approx(104.0 / share), "hops are later by what the state took"
 
 
-def test_what_waits_of_a_lower_rank_passes_when_the_line_is_free() -> None:
-    uplink = SimulatedUplink(float(MB))
-    assert uplink.pass_in_turn(5, 3.0, 0.0) == 3.0
-    assert uplink.pass_in_turn(0, 0.9, 1.0) == pytest.approx(2.0), "a tenth of the time is the state's"
-    assert uplink.pass_in_turn(5, 1.0, 2.0) == pytest.approx(4.9)
-    assert uplink.pass_in_turn(5, 1.0, 9.0) == 10.0
+MESSAGES = (GRADIENT, ACTIVATION, URGENT_STATE, GATHERED, REDUCED, STATE)
+PIECE_S = 0.002
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(MESSAGES), st.integers(1, 500)), min_size=1, max_size=10)
+)
+def test_a_line_is_followed_as_the_transport_fills_it(sent: list[tuple[int, m.Message, int]]) -> None:
+    """Against its own rule of turns (`RankTurns`), a piece at a time."""
+    rig = Rig()
+    numbers = {
+        rig.send((0, 1), message, round(pieces * PIECE_S * MB), at * PIECE_S): (at, m.rank(message), pieces)
+        for at, message, pieces in sent
+    }
+    rig.run()
+    turns, rest = RankTurns(), {number: pieces for number, (_, _, pieces) in numbers.items()}
+    now, left_s = 0, dict[int, float]()
+    while rest:
+        waiting = sorted((numbers[number][0], number) for number in rest if numbers[number][0] <= now)
+        first = {numbers[number][1]: number for _, number in reversed(waiting)}
+        now += 1
+        if not first:
+            continue
+        rank = turns.next(first)
+        turns.took(rank, first)
+        number = first[rank]
+        rest[number] -= 1
+        if not rest[number]:
+            left_s[number] = now * PIECE_S
+            del rest[number]
+    for number, at_s in left_s.items():
+        assert rig.left_s[number] == pytest.approx(at_s, abs=60 * PIECE_S), "but for the turns that are under way"
+    assert max(rig.left_s.values()) == pytest.approx(max(left_s.values())), "it idles only when nothing waits"
 
 
 @pytest.mark.parametrize(
@@ -312,48 +404,47 @@ def test_with_delayed_updates_a_death_in_a_long_round_puts_nobody_else_out() -> 
 
 
 def test_what_is_withdrawn_does_not_go_and_gives_its_time_to_what_comes_then() -> None:
-    network = Network(PLAIN, Random(0), wire=a_wire())
-    chunks = []
-    for number, round_ in enumerate((7, 7, 8, 7)):
-        message = m.ReduceChunk(0, 1, round_, number)
-        (at,) = network.arrivals("p0.0", "p1.0", MB, 0.0, m.rank(message))
-        chunks.append(network.queued("p0.0", "p1.0", message, MB, m.rank(message), at, 0.0))
-    assert network.withdraw("p0.0", m.Withdraw(0, 1, 7).voids, 0.5) == 2.0  # of the first a half has left
-    assert [chunk.void for chunk in chunks] == [False, True, False, True]
-    (at,) = network.arrivals("p0.0", "p1.0", MB, 0.5, m.rank(m.ReduceChunk(0, 1, 9, 0)))
-    assert at - DELAY_S == pytest.approx(3.0, abs=0.3 * DELAY_S)  # not 5, behind all of them
-
-
-def test_what_others_have_held_up_can_be_withdrawn_though_its_arrival_was_settled() -> None:
-    """Two chunks of a state on a line of 1 MB/s, and half a second later four seconds of a round, beside which they get a tenth of it."""
-    network, chunks = Network(PLAIN, Random(0), wire=a_wire()), []
-
-    def send(target: m.Peer, message: m.ReduceChunk | m.Chunk, nbytes: int, now: float) -> None:
-        (at,) = network.arrivals("p0.0", target, nbytes, now, m.rank(message))
-        chunks.append(network.queued("p0.0", target, message, nbytes, m.rank(message), at, now))
-
-    part = m.ReduceChunk(0, 1, 7, 0)
-    send("p1.0", m.Chunk(0, 1, 0, 0), MB, 0.0)
-    send("p1.0", m.Chunk(0, 1, 0, 1), MB, 0.0)
-    send("p2.0", part, 4 * MB, 0.5)
-    send("p3.0", m.Chunk(0, 1, 0, 0), 1, 2.5)
-    assert network.withdraw("p0.0", m.WithdrawState("p2.0").voids, 3.0) == 0.0
-    assert network.withdraw("p0.0", m.WithdrawState("p1.0").voids, 3.0) == 1.0
-    assert [chunk.void for chunk in chunks] == [False, True, False, False]
-    (at,) = network.arrivals("p0.0", "p2.0", MB, 5.0, m.rank(part))
-    assert at - DELAY_S == pytest.approx(6.0, abs=0.3 * DELAY_S), (
-        "the line is free but for what the first chunk has left"
+    rig = Rig()
+    first, second, other, last = (
+        rig.send((0, 1), m.ReduceChunk(0, 1, round_, number), MB) for number, round_ in enumerate((7, 7, 8, 7))
     )
+    rig.kernel.at(0.5, lambda _: rig.uplinks.withdraw("p0.0", m.Withdraw(0, 1, 7).voids))
+    later = rig.send((0, 1), m.ReduceChunk(0, 1, 9, 0), MB, 0.5)
+    rig.run()
+    assert rig.left_s == {first: 1.0, other: 2.0, later: 3.0}  # of the first a half had left
+    assert not {second, last} & set(rig.left_s)
+
+
+def test_of_what_is_withdrawn_before_it_has_begun_nothing_goes() -> None:
+    rig = Rig()
+    first, second = (rig.send((0, 1), m.ReduceChunk(0, 1, round_, 0), round_ * MB) for round_ in (7, 8))
+    rig.kernel.at(0.0, lambda _: rig.uplinks.withdraw("p0.0", m.Withdraw(0, 1, 7).voids))
+    rig.run()
+    assert rig.left_s == {second: 8.0} and first not in rig.left_s
+
+
+def test_what_others_have_held_up_can_be_withdrawn() -> None:
+    """Two chunks of a state on a line of 1 MB/s, and half a second later four seconds of a round, beside which they get a tenth of it."""
+    rig = Rig()
+    begun, held_up = (rig.send((0, 1), m.Chunk(0, 1, 0, chunk), MB) for chunk in range(2))
+    part, others = rig.send((0, 2), REDUCED, 4 * MB, 0.5), rig.send((0, 3), STATE, 1, 2.5)
+    for target in ("p2.0", "p1.0"):
+        rig.kernel.at(3.0, lambda _, target=target: rig.uplinks.withdraw("p0.0", m.WithdrawState(target).voids))
+    rig.run()
+    assert held_up not in rig.left_s
+    assert rig.left_s == {
+        begun: pytest.approx(5.0, abs=0.06),
+        part: pytest.approx(4.94, abs=0.06),
+        others: pytest.approx(5.0),
+    }
 
 
 def test_a_line_carries_nothing_more_to_the_dead() -> None:
-    network, queued = Network(PLAIN, Random(0), wire=a_wire()), []
-    for target, index in (("p1.0", 0), ("p1.0", 1), ("p2.0", 2), ("p1.0", 3)):
-        message = m.BoundaryTensor(0, 1, index, 1, False)
-        (at,) = network.arrivals("p0.0", target, MB, 0.0, m.rank(message))
-        queued.append(network.queued("p0.0", target, message, MB, m.rank(message), at, 0.0))
-    assert network.forget("p1.0", 0.5) == {"p0.0": 2.0}  # of the first a half has left
-    assert [one.void for one in queued] == [False, True, False, True]
+    rig = Rig()
+    begun, second, other, last = (rig.send((0, target), ACTIVATION, MB) for target in (1, 1, 2, 1))
+    rig.kernel.at(0.5, lambda _: rig.uplinks.forget("p1.0"))
+    rig.run()
+    assert rig.left_s == {begun: 1.0, other: 2.0} and not {second, last} & set(rig.left_s)
 
 
 def test_who_has_died_holds_up_nobody_by_what_was_on_the_way_to_it() -> None:
@@ -363,12 +454,37 @@ def test_who_has_died_holds_up_nobody_by_what_was_on_the_way_to_it() -> None:
     swarm.boot((0, 0))
     swarm.boot((1, 0))
     swarm.boot((2, 0))
-    sent = swarm.delivery.sent_bytes
-    tensor = (("x", 0, 0, 1, ""),)
+    sent, kernel = swarm.delivery.sent_bytes, swarm.kernel
+    tensor, message = (("x", 0, 0, 1, ""),), m.BoundaryTensor(0, 0, 0, 1, False)
     for target in ("p1.0", "p1.0", "p2.0"):
-        swarm.carry("p0.0", target, m.BoundaryTensor(0, 0, 0, 1, False), tensor)
-    whole = sent["p0.0"]
+        swarm.carry("p0.0", target, message, tensor)
+    kernel.run(0.5, 1000)
     swarm.kill(swarm.nodes["p1.0"])
-    assert sent["p0.0"] == whole * 2 // 3  # the first had begun to leave
-    swarm.carry("p0.0", "p1.0", m.BoundaryTensor(0, 0, 0, 1, False), tensor)
-    assert sent["p0.0"] == whole * 2 // 3
+    kernel.run(1.5, 1000)
+    assert sent["p0.0"] == MB, "the first had begun to leave"
+    kernel.run(2.5, 1000)
+    assert sent["p0.0"] == 2 * MB, "the second does not go"
+    swarm.carry("p0.0", "p1.0", message, tensor)
+    swarm.carry("p0.0", "p2.0", message, tensor)
+    kernel.run(6.0, 1000)
+    assert sent["p0.0"] == 3 * MB, "nothing more goes to the dead"
+
+
+def test_what_is_sent_into_a_cut_takes_no_time_of_the_line_and_what_leaves_in_one_is_lost() -> None:
+    swarm = Swarm(msgspec.structs.replace(draw(load("lines"), 0), wire=a_wire(), messages=Messages()))
+    arrived = list[tuple[float, m.Peer]]()
+    swarm.delivery._arrive_over_line = lambda parcel: arrived.append((swarm.kernel.now, parcel[1]))  # type: ignore[method-assign]
+    network, kernel, cut = swarm.context.network, swarm.kernel, (("p0.0",), ("p1.0",))
+
+    def carry(target: m.Peer) -> None:
+        swarm.carry("p0.0", target, m.BoundaryTensor(0, 0, 0, 1, False), (("x", 0, 0, 1, ""),))
+
+    pairs = network.part(cut, both=False)
+    carry("p1.0")
+    carry("p2.0")
+    kernel.at(1.9, lambda _: network.join(pairs))
+    kernel.at(1.9, lambda _: carry("p1.0"))
+    kernel.at(2.5, lambda _: network.part(cut, both=False))
+    kernel.run(9.0, 1000)
+    assert [target for _, target in arrived] == ["p2.0"] and arrived[0][0] < 2.0
+    assert swarm.delivery.sent_bytes["p0.0"] == 2 * MB

@@ -73,7 +73,7 @@ def test_where_tensors_fill_the_lines_a_narrow_joiner_has_few_turns(monkeypatch:
     kept = {"gradient": 50_000, "boundary": 250_000, "steps": 11}
     before, after, said, served = joined(LineRates(NARROW, NARROW), **kept)
     assert served and not said
-    assert median(after) <= 1.15 * median(before), after
+    assert median(after) <= 1.2 * median(before), after
     monkeypatch.setattr("shoal.core.leader.rules.lines.turns_of", lambda lines, *_: dict.fromkeys(lines, m.TURNS))
     _, unmended, _, _ = joined(LineRates(NARROW, NARROW), **kept)
     assert median(unmended) > 2 * median(before), "else turns by line change nothing"

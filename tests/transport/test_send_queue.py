@@ -19,8 +19,9 @@ from shoal.core.messages import (
     Withdraw,
     rank,
 )
+from shoal.slots import RankTurns
 from shoal.transport.base import Blob, Limits
-from shoal.transport.streams.send_queue import QueuedBytes, RankTurns, SendQueue
+from shoal.transport.streams.send_queue import QueuedBytes, SendQueue
 from shoal.transport.wire import FRAGMENT_BYTES, encode
 
 DATA = bytes(40 * FRAGMENT_BYTES)

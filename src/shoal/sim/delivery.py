@@ -9,10 +9,8 @@ import msgspec
 
 from shoal.core import messages as m
 from shoal.sim.context import Context, Values
-from shoal.sim.lines import Wire
-from shoal.sim.network import QueuedBlobs
+from shoal.sim.lines import Downlinks, QueuedBlobs, Uplinks
 from shoal.sim.processes import Processes
-from shoal.sim.tasks.storage import CHUNKS
 
 SAMPLE = 61  # every so many messages one is encoded, decoded and compared
 SAMPLE_HOSTILE = 7  # the same where somebody tries to make them other messages
@@ -34,7 +32,11 @@ class Delivery:
         self.sent_bytes: Counter[m.Peer] = Counter()  # over lines, by sender
         self._context = context
         self._processes = processes
-        processes.on_death = self.forget
+        wire = context.case.wire
+        if wire is not None:
+            self._uplinks = Uplinks(wire, context.kernel, self._leave)
+            self._downlinks = Downlinks(wire)
+            processes.on_death = self._uplinks.forget
         self._proposed: m.View | None = None  # the newest view that an honest peer proposes
         self.refused = REFUSED
         self.sample = SAMPLE_HOSTILE if context.case.hostile else SAMPLE
@@ -57,7 +59,7 @@ class Delivery:
             kernel.at(kernel.now, self._arrive, parcel)
             return
         if values and case.wire is not None:
-            self._over_lines(parcel, case.wire)
+            self._over_lines(parcel)
             return
         nbytes, priority = 0, 0
         if values:
@@ -78,18 +80,8 @@ class Delivery:
 
     def withdraw(self, source: m.Peer, voids: Callable[[m.Peer, m.Message], bool]) -> None:
         """What waits at its line and is void does not go."""
-        self._unsent({source: self._context.network.withdraw(source, voids, self._context.kernel.now)})
-
-    def forget(self, target: m.Peer) -> None:
-        """It has died: what waits for it at the others' lines does not go."""
-        self._unsent(self._context.network.forget(target, self._context.kernel.now))
-
-    def _unsent(self, seconds_of: dict[m.Peer, float]) -> None:
-        """So long their lines would have had to carry what they do not carry now."""
-        wire = self._context.case.wire
-        if wire is not None:
-            for source, seconds in seconds_of.items():
-                self.sent_bytes[source] -= round(seconds * wire.line(source).up_Bps)
+        if self._context.case.wire is not None:
+            self._uplinks.withdraw(source, voids)
 
     def current_views(self) -> list[m.View]:
         """The views that a survivor may hold: the newest agreed one and what is proposed after it."""
@@ -107,43 +99,44 @@ class Delivery:
         if self._proposed is None or view.number > self._proposed.number:
             self._proposed = view
 
-    def _over_lines(self, parcel: Parcel, wire: Wire) -> None:
-        """Over the sender's uplink and the receiver's downlink. What has not left when its sender dies is lost."""
+    def _over_lines(self, parcel: Parcel) -> None:
+        """Over the sender's uplink and the receiver's downlink."""
         source, target, message, values = parcel
-        network, kernel, died_s = self._context.network, self._context.kernel, self._processes.died_s
-        if target in died_s:  # its connections carry nothing
+        network, kernel = self._context.network, self._context.kernel
+        if target in self._processes.died_s:  # its connections carry nothing
             for at in network.arrivals(source, target, 0, kernel.now):
                 kernel.at(at, self._arrive, parcel)
+        elif (source, target) not in network.cut:
+            self._uplinks.put(source, target, message, values)
+
+    def _leave(self, queued: QueuedBlobs) -> None:
+        """What has not left when its sender dies is lost."""
+        source, target = queued.source, queued.target
+        if source in self._processes.died_s:
             return
-        nbytes, rank = sum([wire.nbytes(value, CHUNKS) for value in values]), m.rank(message)
-        self.sent_bytes[source] += nbytes
-        through = network.through
-        queued: QueuedBlobs | None = None
-        for at in network.arrivals(source, target, nbytes, kernel.now, rank):
-            left_s = network.left(source, rank)
-            if queued is None:
-                queued = network.queued(source, target, message, nbytes, rank, at, kernel.now)
+        self.sent_bytes[source] += queued.nbytes
+        kernel = self._context.kernel
+        for at in self._context.network.arrivals(source, target, queued.nbytes, kernel.now, queued.rank):
+            kernel.at(at, self._reach, queued)
 
-            def reach(_: object, left_s: float = left_s, queued: QueuedBlobs | None = queued) -> None:
-                if died_s.get(source, left_s) >= left_s and not (queued is not None and queued.void):
-                    if (source, True) not in self._known:
-                        self._measured(wire, source, up=True)
-                    through_s = through(source, target, nbytes, rank, kernel.now)
-                    kernel.at(through_s, self._arrive_over_line, parcel)
-
-            kernel.at(at, reach)
+    def _reach(self, queued: QueuedBlobs) -> None:
+        """The last byte is at the target's line."""
+        source, target = queued.source, queued.target
+        if (source, True) not in self._known:
+            self._measured(source, up=True)
+        kernel = self._context.kernel
+        at = self._downlinks.through(source, target, queued.nbytes, queued.rank, kernel.now)
+        kernel.at(at, self._arrive_over_line, (source, target, queued.message, queued.values))
 
     def _arrive_over_line(self, parcel: Parcel) -> None:
-        wire = self._context.case.wire
         if (parcel[1], False) not in self._known:
-            assert wire is not None
-            self._measured(wire, parcel[1], up=False)
+            self._measured(parcel[1], up=False)
         self._arrive(parcel)
 
-    def _measured(self, wire: Wire, peer: m.Peer, *, up: bool) -> None:
+    def _measured(self, peer: m.Peer, *, up: bool) -> None:
         """Its transport knows then what its line carries."""
-        node = self._processes.nodes.get(peer)
-        if node is None:
+        node, wire = self._processes.nodes.get(peer), self._context.case.wire
+        if node is None or wire is None:
             return
         self._known.add((peer, up))
         if (line := wire.measured(node.line, peer, up=up)) != node.line:

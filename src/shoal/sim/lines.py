@@ -9,18 +9,24 @@ drawn from a stream of its own, so that histories without lines are what they we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
 
 from shoal.codec import Travel, bytes_per_value, decode_s, encode_s
 from shoal.core import messages as m
-from shoal.slots import Inflow
+from shoal.sim.kernel import Kernel
+from shoal.sim.tasks.storage import CHUNKS, Blob
+from shoal.slots import Inflow, shares_of
 
 FP32 = 4  # bytes of a value as it is computed
 STATE = 3  # parameters and two moments
 TOKENS = 4096  # bytes of a microbatch's token ids
+LEFT_S = 1e-9  # of a blob whose time has passed: rounding
 
 
 class LineRates(msgspec.Struct, frozen=True):
@@ -101,6 +107,133 @@ def part_values(blob: tuple[object, ...]) -> int:
         case ("part", _, int(low), int(high), *_):
             return high - low
     return 0
+
+
+class QueuedBlobs(msgspec.Struct, frozen=True):
+    """A message with blobs, of which each knows its bytes, that goes over its sender's line and takes it for so many seconds."""
+
+    source: m.Peer
+    target: m.Peer
+    message: m.Message
+    values: tuple[Blob, ...]
+    nbytes: int
+    rank: int
+    seconds: float
+
+
+class SimulatedUplink:
+    """A sender's line, as transport/streams/send_queue.py fills it where pieces are small: of what waits the highest rank goes, and lower
+    ones have a turn each after so many of its turns (PASSED). `leave` is called at the time at which the last byte has left, so whatever
+    is put in the meantime and goes first holds up what waits."""
+
+    def __init__(self, bandwidth_Bps: float, kernel: Kernel, leave: Callable[[QueuedBlobs], None]) -> None:
+        self.bandwidth_Bps = bandwidth_Bps  # 0: as wide as can be
+        self._kernel = kernel
+        self._leave = leave
+        self._queues: tuple[deque[QueuedBlobs], ...] = tuple(deque() for _ in range(m.RANKS))
+        self._rest_s = [0.0] * m.RANKS  # of the line, that the first of each queue still takes
+        self._ranks: list[int] = []  # of which something waits, in order
+        self._then_s = 0.0  # until when the line has been followed
+        self._due_s = math.inf  # of the event that is scheduled
+
+    def put(self, queued: QueuedBlobs) -> None:
+        self._advance()
+        rank = queued.rank
+        queue = self._queues[rank]
+        if not queue:
+            insort(self._ranks, rank)
+            self._rest_s[rank] = queued.seconds
+        queue.append(queued)
+        self._schedule()
+
+    def withdraw(self, is_void: Callable[[QueuedBlobs], bool]) -> None:
+        """Such blobs do not go, if nothing of them has left."""
+        if not any(is_void(queued) for rank in self._ranks for queued in self._queues[rank]):
+            return
+        self._advance()
+        for rank in tuple(self._ranks):
+            queue = self._queues[rank]
+            begun = self._rest_s[rank] < queue[0].seconds - LEFT_S
+            kept = [queued for place, queued in enumerate(queue) if (begun and not place) or not is_void(queued)]
+            if not begun or not kept:
+                self._first(rank, kept)
+            queue.clear()
+            queue.extend(kept)
+        self._schedule()
+
+    def _first(self, rank: int, queue: Sequence[QueuedBlobs]) -> None:
+        """Another one is the first of that rank now, or none is."""
+        if queue:
+            self._rest_s[rank] = queue[0].seconds
+        else:
+            self._ranks.remove(rank)
+
+    def _advance(self) -> None:
+        """What waits is what waits now. Nothing has wholly left since then: there would have been an event."""
+        passed_s, self._then_s = self._kernel.now - self._then_s, self._kernel.now
+        if not passed_s or not self._ranks:
+            return
+        if len(self._ranks) == 1:  # as mostly
+            self._rest_s[self._ranks[0]] -= passed_s
+            return
+        for rank, share in zip(self._ranks, shares_of(tuple(self._ranks)), strict=True):
+            self._rest_s[rank] -= share * passed_s
+
+    def _schedule(self) -> None:
+        """An event when the next blob has left, if none comes before."""
+        ranks, rest_s = self._ranks, self._rest_s
+        if not ranks:
+            return
+        if len(ranks) == 1:
+            after_s = rest_s[ranks[0]]
+        else:
+            after_s = min([rest_s[rank] / share for rank, share in zip(ranks, shares_of(tuple(ranks)), strict=True)])
+        due_s = self._kernel.now + after_s
+        if due_s < self._due_s:
+            self._due_s = due_s
+            self._kernel.at(due_s, self._due, due_s)
+
+    def _due(self, due_s: float) -> None:
+        if due_s != self._due_s:  # one that was due before has taken its place
+            return
+        self._due_s = math.inf
+        self._advance()
+        left = [rank for rank in self._ranks if self._rest_s[rank] <= LEFT_S]
+        passed = [self._queues[rank].popleft() for rank in left]
+        for rank in left:
+            self._first(rank, self._queues[rank])
+        self._schedule()
+        for queued in passed:
+            self._leave(queued)
+
+
+class Uplinks:
+    """Every sender's line. `leave` gets what has left one."""
+
+    def __init__(self, wire: Wire, kernel: Kernel, leave: Callable[[QueuedBlobs], None]) -> None:
+        self._wire = wire
+        self._kernel = kernel
+        self._leave = leave
+        self._uplinks: dict[m.Peer, SimulatedUplink] = {}
+
+    def put(self, source: m.Peer, target: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> None:
+        uplink = self._uplinks.get(source)
+        if uplink is None:
+            up_Bps = self._wire.line(source).up_Bps
+            uplink = self._uplinks[source] = SimulatedUplink(up_Bps, self._kernel, self._leave)
+        nbytes = sum([self._wire.nbytes(value, CHUNKS) for value in values])
+        seconds = nbytes / uplink.bandwidth_Bps if uplink.bandwidth_Bps else 0.0
+        uplink.put(QueuedBlobs(source, target, message, values, nbytes, m.rank(message), seconds))
+
+    def withdraw(self, source: m.Peer, is_void: Callable[[m.Peer, m.Message], bool]) -> None:
+        """Such messages, of which nothing has left, do not go."""
+        if (uplink := self._uplinks.get(source)) is not None:
+            uplink.withdraw(lambda queued: is_void(queued.target, queued.message))
+
+    def forget(self, target: m.Peer) -> None:
+        """It is dead: connections to it carry nothing more."""
+        for uplink in self._uplinks.values():
+            uplink.withdraw(lambda queued: queued.target == target)
 
 
 class Downlinks:

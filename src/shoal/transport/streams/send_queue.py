@@ -8,33 +8,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
-from shoal.core.messages import PASSED, RANKS, Message, Peer
+from shoal.core.messages import RANKS, Message, Peer
+from shoal.slots import RankTurns
 from shoal.transport.base import StreamKind
 from shoal.transport.streams.engine import Connection
 from shoal.transport.wire import Frame
 
 SHARE_BYTES = 256 << 10  # that may wait for one peer even when all queues together are full
-
-
-class RankTurns:
-    """The highest waiting rank goes next, and each lower one after it was passed over as often as PASSED says: averaging fills a line for
-    minutes, and a joiner's state would stand still."""
-
-    def __init__(self) -> None:
-        self._passed = [0] * RANKS
-
-    def next(self, waiting: Collection[int]) -> int:
-        return min((rank for rank in waiting if self._passed[rank] >= PASSED[rank]), default=min(waiting))
-
-    def took(self, turn: int, waiting: Collection[int]) -> None:
-        """`turn` has gone, while these waited."""
-        for rank in waiting:
-            if rank > turn:
-                self._passed[rank] += 1
-        self._passed[turn] = 0
 
 
 class QueuedBytes:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import NamedTuple
 
+from shoal.slots import RankTurns
 from shoal.transport.congestion.busy_rate import BusyRate
 from shoal.transport.congestion.shares import LEAST_BPS, SHARE_S, Report, max_min
 from shoal.transport.congestion.windows import Acknowledged, PathSample, PathWindow, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
-from shoal.transport.streams.send_queue import RankTurns
 
 QUANTUM_BYTES = 1 << 20  # moved for one connection before the next has its turn
 PIECE_BYTES = 64 << 10  # of bulk, while other connections wait for the uplink
