@@ -43,6 +43,7 @@ from shoal.core.messages import (
 )
 from shoal.core.server.server import Server
 from shoal.core.transfer.copies import PATIENCE_BEATS, READS_AT_ONCE, REFUSALS
+from shoal.core.transfer.given import WAITED
 from shoal.core.transfer.transfer import StateTransfer
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
@@ -363,7 +364,7 @@ def test_a_shards_chunk_that_may_still_wait_for_a_line_is_not_sent_twice() -> No
     play = Play()
     play.hear("a", StateRequest(0, 0, 5, "shard"))
     play.done(play.task(OfferShard), manifest=MANIFEST)
-    for again, read in ((False, True), (True, False), (True, False), (True, True), (False, True)):
+    for again, read in ((False, True), *((True, False),) * WAITED, (True, True), (False, True)):
         play.hear("a", ChunkRequest(0, 5, 0, 1, "shard", again))
         assert any(isinstance(one, Do) for one in play.said) is read
         if read:

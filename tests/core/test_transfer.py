@@ -42,8 +42,10 @@ from shoal.core.messages import (
 )
 from shoal.core.replica_state import HURRY_STEPS
 from shoal.core.server.server import Server
+from shoal.core.transfer.catch_up import LATEST
 from shoal.core.transfer.donor import ASKS
 from shoal.core.transfer.download import COLD_BYTES, COLD_Bps
+from shoal.core.transfer.given import WAITED
 from shoal.core.transfer.transfer import StateTransfer
 
 SETTINGS = Settings(stages=2, microbatches=4, steps=99, heartbeat_s=0.5)
@@ -60,9 +62,9 @@ def a_view(number: int = 1, step: int = 5, **changes: object) -> View:
 class Play:
     """`me` joins stage 1; or, with `joining` false, gives its state to others."""
 
-    def __init__(self, view: View | None = None, name: str = "me") -> None:
-        self.server = Server(name, SETTINGS)
-        self.transfer = StateTransfer(name, SETTINGS, random.Random(1), self.server)
+    def __init__(self, view: View | None = None, name: str = "me", settings: Settings = SETTINGS) -> None:
+        self.server = Server(name, settings)
+        self.transfer = StateTransfer(name, settings, random.Random(1), self.server)
         self.now = 0.0
         self.said: list[Command] = []
         self.view(view or a_view())
@@ -418,13 +420,30 @@ def test_a_chunk_that_may_still_wait_for_a_line_is_not_sent_twice() -> None:
     exported(play)
     ask(play, "y")
     assert reads(play, 0, again=True), "as when the first request was lost"
-    assert not reads(play, 0, again=True) and not reads(play, 0, again=True)
+    assert not any(reads(play, 0, again=True) for _ in range(WAITED))
+    assert reads(play, 1, again=False) and reads(play, 1, again=False, peer="y")
     assert reads(play, 0, again=True), "it has waited for long: it may be lost after all"
     assert not reads(play, 0, again=True)
+    assert reads(play, 1, again=True), "the first copy was withdrawn with that of the other chunk"
+    assert not reads(play, 1, again=True, peer="y"), "what goes to others is not"
     assert reads(play, 0, again=False), "it was here, and was no use"
-    assert reads(play, 1, again=True) and reads(play, 0, again=True, peer="y")
     play.transfer.on_unreachable("x")
-    assert reads(play, 1, again=True) and not reads(play, 0, again=True, peer="y")
+    assert reads(play, 1, again=True) and not reads(play, 1, again=True, peer="y")
+
+
+def test_what_may_be_lost_is_withdrawn_before_it_is_sent_again() -> None:
+    """A joiner on a full line got 300 MB of state as 500 MB, and was a member after 598 s for 442."""
+    play = a_donor()
+    ask(play, "x")
+    exported(play)
+    assert reads(play, 0, again=False)
+    for _ in range(WAITED):
+        reads(play, 0, again=True)
+    play.hear("x", ChunkRequest(epoch=0, step=5, stage=1, chunk=0, again=True))
+    assert [type(one) for one in play.said] == [WithdrawState, Do]
+    play.done(play.task(ReadChunk))
+    play.hear("x", ChunkRequest(epoch=0, step=5, stage=1, chunk=0))
+    assert [type(one) for one in play.said] == [Do], "the first copy came"
 
 
 def test_a_donor_that_was_moved_offers_its_new_stage_and_not_its_copy_of_the_old_one() -> None:
@@ -552,6 +571,38 @@ def test_whose_line_is_narrow_sends_joiners_to_others_for_a_while(rates: tuple[i
         assert not offers(play, "x"), "it joins once more"
         play.view(a_view(5, members=MEMBERS[:3], joining=(Member("x", 1),)))
         assert offers(play, "x"), "of the others one is left"
+
+
+def test_sums_are_waited_for_as_long_as_the_state_took() -> None:
+    """Fleet 146: a joiner held a state, and the sums of the step after it came in one message, behind the last chunk, on a line of which it
+    had half: 44 s after the commit. They were taken for lost after 30 s, and the state was loaded once more."""
+    play = Play(settings=msgspec.structs.replace(SETTINGS, ready_timeout_s=3.0))
+    play.offer("b")
+    for chunk in range(7):
+        play.wait(1.0)
+        play.whole("b", chunk)
+    groups = ((Share("a", (0,)),), (Share("b", (1,)),))
+    last = Committed(5, 9, 1.0, 1.0, groups=groups, digests=("d", "d"), joiners=("me",))
+    play.view(a_view(2, step=6, last=last))
+    deadline = play.server.deadline
+    play.wait(1.0)
+    play.chunk("c", 7)
+    assert play.server.deadline == deadline, "nobody asked for that"
+    play.whole("b", 7)
+    later = play.server.deadline
+    assert deadline is not None and later is not None
+    assert deadline - (play.now - 1.0) == pytest.approx(8.0, abs=1.0), (
+        "two chunks at once, each a second after the other"
+    )
+    assert later == pytest.approx(deadline + 1.0, abs=0.1), "the line still carries what is for me"
+    play.server.hears(1e9, play.now)
+    assert play.server.deadline == play.now + LATEST * 3.0, "but not for ever"
+    play.server.hears(0.1, play.now)
+    assert play.server.deadline == play.now + 3.0
+    play.server.hears(1e9, play.now)
+    play.view(a_view(3, step=6, joining=(Member("me", 0),)))
+    play.view(a_view(4, step=7, joining=(Member("me", 0),), last=msgspec.structs.replace(last, step=6)))
+    assert play.server.deadline == play.now + 3.0, "of another stage's lines nothing is known"
 
 
 def test_whose_line_has_become_narrow_keeps_no_copy_for_whom_it_sends_to_others() -> None:

@@ -190,6 +190,10 @@ class Server:
         """A state of that version is on its way: sums of older steps are not needed."""
         return self._catch_up.rests_on(step)
 
+    def hears(self, state_s: float, now: float) -> None:
+        """A chunk of the state came, all of which takes about so long."""
+        self._catch_up.hears(state_s, now)
+
     @property
     def unfit(self) -> str:
         """Why the state held here is not what the run agreed on; '' while it is."""

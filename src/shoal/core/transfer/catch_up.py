@@ -37,7 +37,8 @@ from shoal.core.replica_state import ReplicaState, drop
 
 CHUNKS = 1 << 16  # of one gradient that are kept of one peer at most: of 4096 pieces among 64 replicas
 LONG = 1 << 40  # values; a gradient of that length has every chunk that the group may have
-MOST = 4.0  # of ready_timeout_s: for the sums of a commit, while sums come
+MOST = 4.0  # times as long as sums are waited for that do not come: for those of a commit, while anything comes
+LATEST = 10.0  # of ready_timeout_s: that they are waited for, however long the state took
 STEPS = 16  # whose sums are kept however large they are, up to the stage's gradient each
 SMALL_BYTES, SMALL_STEPS = (
     64 << 20,
@@ -67,7 +68,8 @@ class CatchUp:
         self.since = 0  # a state of this version or a newer one can be brought up to date
         self._received: dict[int, RoundSums] = {}  # by step
         self.commits: dict[int, tuple[Committed, float]] = {}  # by step; and when the view that says so arrived
-        self._heard_at = 0.0  # when a sum came last
+        self._heard_at = 0.0  # when a sum or a chunk of the state came last
+        self._patience_s = settings.ready_timeout_s  # for more of them
         self._task: Gather | None = None
 
     @property
@@ -86,7 +88,7 @@ class CatchUp:
         commands: list[Command] = []
         if key != self._key:
             commands = self._forget()
-            self._key, self.since = key, view.step
+            self._key, self.since, self._patience_s = key, view.step, self._settings.ready_timeout_s
         if key is None:
             self.since = view.step
             return commands
@@ -112,6 +114,13 @@ class CatchUp:
         """A state of that version is on its way: what led to it is not needed."""
         view = self._replica.view
         return self._give_up(min(step, view.step)) if view is not None and self._key is not None else []
+
+    def hears(self, state_s: float, now: float) -> None:
+        """A chunk of the state came, all of which takes about so long. What the lines have for a joiner sums get, too: those that are sent
+        whole, as a stage's only replica sends them, take a third of that at most."""
+        self._heard_at = now
+        patience_s = self._settings.ready_timeout_s
+        self._patience_s = min(max(patience_s, state_s), LATEST * patience_s)
 
     def take(
         self, peer: Peer, message: GatherChunk, refs: tuple[BlobRef, ...], fault: str, now: float
@@ -200,7 +209,7 @@ class CatchUp:
     def _lost_at(self, committed_at: float) -> float:
         """When sums of what was committed then are lost if they are not complete. A large stage's take a narrow line minutes, so that they
         are waited for while any come."""
-        patience_s = self._settings.ready_timeout_s
+        patience_s = self._patience_s
         return min(max(committed_at, self._heard_at) + patience_s, committed_at + MOST * patience_s)
 
     @property

@@ -103,7 +103,11 @@ class Donor:
             return []
         task = self._id()
         self._reading[task] = (peer, request)
-        return [Do(ReadChunk(id=task, step=request.step, chunk=request.chunk, out=task))]
+        read = Do(ReadChunk(id=task, step=request.step, chunk=request.chunk, out=task))
+        if not (request.again and self.given.was_sent(peer, request)):
+            return [read]
+        self.given.on_unreachable(peer)
+        return [WithdrawState(peer), read]  # of what still waits for my line, no second copy goes
 
     def on_done(self, done: Done) -> list[Command]:
         if done.id == self._exporting:

@@ -145,6 +145,14 @@ class Downloader:
         return sum(self.whole) + (len(self.current.have) if self.current is not None else 0)
 
     @property
+    def whole_s(self) -> float | None:
+        """About what the source on its way takes as a whole, by the chunks that have come."""
+        current, usual_s = self.current, self._usual.value
+        if current is None or usual_s is None:
+            return None
+        return usual_s * len(current.manifest.sizes) / (CHUNKS_AT_ONCE * max(len(current.donors), 1))
+
+    @property
     def complete(self) -> bool:
         """All sources are here."""
         return self.target is not None and len(self.whole) == len(self.target.sources)

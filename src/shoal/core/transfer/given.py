@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shoal.core.messages import ChunkRequest, Peer
 
-WAITED = 2  # requests in a row that are not answered: whoever asks waits twice as long after each (download.py)
+WAITED = 3  # requests in a row that are not answered: whoever asks waits twice as long after each (download.py)
 MOST = 4096  # chunks that are remembered
 
 
@@ -31,6 +31,9 @@ class Given:
             return False
         self._repeats[key] = repeats + 1
         return True
+
+    def was_sent(self, peer: Peer, request: ChunkRequest) -> bool:
+        return chunk_key(peer, request) in self._repeats
 
     def on_unreachable(self, peer: Peer) -> None:
         """What was on its way there is lost."""

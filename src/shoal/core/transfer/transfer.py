@@ -238,7 +238,11 @@ class StateTransfer:
             case Offer():
                 return self._on_offer(peer, message, now)
             case Chunk():
-                return self.downloader.on_chunk(peer, message, blobs, fault, now)
+                commands = self.downloader.on_chunk(peer, message, blobs, fault, now)
+                whole_s = self.downloader.whole_s
+                if whole_s is not None and any(isinstance(one, Do) for one in commands):  # it was asked for
+                    self._server.hears(whole_s, now)
+                return commands
             case StateRequest():
                 return self._donor.on_state_request(peer, message)
             case ChunkRequest():
