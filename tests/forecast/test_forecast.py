@@ -17,7 +17,8 @@ from shoal.core.messages import TURNS
 from shoal.forecasting import churn as churns
 from shoal.forecasting.arrivals import Arrivals
 from shoal.forecasting.churn import Churn, Presence, presences
-from shoal.forecasting.crew import EVICTION_DELAYS, Crew
+from shoal.forecasting.crew import EVICTION_DELAYS, LOADED_DELAYS, Crew
+from shoal.forecasting.egress import Egress
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
@@ -160,6 +161,28 @@ def test_a_joiner_goes_where_the_leader_would_put_it_and_helps() -> None:
     without = play(job, always(8, Presence(300.0, 0, False)))
     replaced = play(job, always(8, Presence(300.0, 0, False), Presence(400.0, 0, True)))
     assert replaced.steps > without.steps and replaced.joins == 9
+
+
+def test_while_a_newcomer_downloads_rounds_take_what_its_sums_take() -> None:
+    """Of a stage with even lines, where they go between those of the others."""
+    given = balanced(8)
+    job = msgspec.structs.replace(given, seats=msgspec.structs.replace(given.seats, gradient_bytes=(4e7, 4e7)))
+    calm = Run(job, Played(job), always(7), 0.0, begun=True)
+    long = msgspec.structs.replace(job, state_bytes=(1e12, 1e12))
+    joined = Run(long, Played(long), always(7, Presence(60.0, 7, True)), 0.0, begun=True)
+    seconds = []
+    for run in (calm, joined):
+        run.play(65.0)
+        run.play(HOUR_S, steps=run.progress.step + 1)
+        before_s = run.now
+        run.play(HOUR_S, steps=run.progress.step + 1)
+        seconds.append(run.now - before_s)
+    assert joined.crew.joining() == (0, 1) and calm.crew.joining() == (0, 0)
+    model, serving = Played(job), calm.crew.serving
+    step, with_sums = model(serving), model.with_joiners(serving, (0, 1))
+    assert step is not None and with_sums is not None and model.with_joiners(serving, (0, 0)) is None
+    assert with_sums[0] == step.exchange_s[0] and with_sums[1] > step.exchange_s[1] + 0.2
+    assert seconds[1] - seconds[0] == pytest.approx(max(with_sums) - max(step.exchange_s), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -563,15 +586,31 @@ def test_those_who_ask_at_once_are_members_in_the_order_in_which_they_are_listed
     assert asks == ["p0.1", "p1.1", "p2.1", "p3.1"]
 
 
+def test_what_machines_send_in_a_step_is_what_is_counted_of_it() -> None:
+    job = a_job(8)
+    serving, egress = np.array(job.stage_of), Egress(job)
+    egress.microbatches(serving, 1.0)
+    handed_on = egress.nbytes.sum()
+    egress.averaging(serving, [])
+    each = egress.of_step(serving)
+    assert each.sum() == pytest.approx(egress.nbytes.sum()) and 0 < handed_on < each.sum()
+    serving[3] = -1
+    assert egress.of_step(serving)[3] == 0
+
+
+@pytest.mark.parametrize(("step_s", "spare"), [(math.inf, 0.5), (0.001, 0.1)])
 @pytest.mark.parametrize(("chunks", "donors"), [(1, 1), (2, 2), (9, 3)])
-def test_a_chunk_of_a_state_comes_from_one_replica(chunks: int, donors: int) -> None:
+def test_a_chunk_of_a_state_comes_from_one_replica(chunks: int, donors: int, step_s: float, spare: float) -> None:
+    """Lines that a step fills have a tenth for it, others a half."""
     given = a_job(8, 1)
     job = msgspec.structs.replace(given, state_bytes=(float(chunks * CHUNK_BYTES),))
     crew = Crew(job)
     for slot in range(7):
         crew.begin(f"p{slot}.1")
-    crew.admit("p7.1", 0.0, math.inf)
+    crew.admit("p7.1", 0.0, step_s)
     joiner = crew.joiners["p7.1"]
     assert len(joiner.donors) == donors
-    seconds = joiner.ready_s - job.patience.entry_s
-    assert seconds == pytest.approx(chunks * CHUNK_BYTES / min(25e6, donors * 25e6 / 2))
+    told_s = LOADED_DELAYS * job.delay_s + job.patience.heartbeat_s / 2
+    seconds = joiner.ready_s - job.patience.entry_s - told_s
+    caught_up = max(1 - job.seats.gradient_bytes[0] / 25e6 / step_s, 0.1)
+    assert seconds == pytest.approx(chunks * CHUNK_BYTES / min(25e6, donors * 25e6 * spare) / caught_up)

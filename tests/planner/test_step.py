@@ -31,6 +31,23 @@ def predicted(given: Seats, cluster: Cluster, seed: int = 0) -> Step:
     return predict(given, cluster, np.random.default_rng(seed))
 
 
+def test_joiners_sums_go_between_those_of_even_lines_and_after_those_of_uneven_ones() -> None:
+    def round_s(rates_Bps: tuple[float, ...], joiners: int) -> float:
+        devices = tuple(Device(name=f"p{i}", flops=1.0, up_Bps=rate, down_Bps=1e9) for i, rate in enumerate(rates_Bps))
+        peers = len(devices)
+        cluster = Cluster(devices, np.full((peers, peers), 0.05), np.full((peers, peers), 1e15))
+        given = seats((0,) * peers, gradient_bytes=(1e8,), line_rates=tuple(int(rate / 1e3) for rate in rates_Bps))
+        return max(averaging.averaging_ends(given, cluster, (joiners,) if joiners else ())[0])
+
+    even = (2.5e7, 2.5e7, 2.5e7)
+    one_more_s = 1e8 / 3 / 2.5e7  # the third of the sums that each adds up
+    assert one_more_s * 0.7 < round_s(even, 1) - round_s(even, 0) <= one_more_s
+    assert round_s(even, 2) - round_s(even, 0) > 1.5 * one_more_s
+    uneven = (1.5e7, 2.5e7, 2.5e7)
+    assert round_s(uneven, 2) == pytest.approx(round_s(uneven, 0), rel=0.01)
+    assert round_s((2.5e7,), 1) == 0.0, "nobody waits for what a stage's only replica sends"
+
+
 def test_one_peer_alone_takes_its_compute() -> None:
     step = predicted(seats((0,)), lines(1))
     assert step.step_s == pytest.approx(24 * 0.4)  # a single stage runs no forward of its own

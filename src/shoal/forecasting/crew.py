@@ -26,10 +26,13 @@ from shoal.forecasting.job import Job
 from shoal.forecasting.rates import Composition
 from shoal.planner.prediction.seats import line_rate
 
-SPARE = 0.5  # of a donor's uplink that microbatches leave to downloads
+# Of a donor's uplink that downloads have: what a step leaves, so much at most. A full one's turns (PASSED, core/messages.py) are the second
+SPARE, LEAST_SPARE = 0.5, 0.1
 # Messages one after another: the last one of the dead, or that its connections broke; Propose, Accept of the view without it
 EVICTION_DELAYS = 3
 ELECTION_DELAYS = 3  # a trial and the votes, there and back; the new leader doubts the dead one at once
+# The view that names the newcomer, its requests, the last chunk, and the heartbeat that says that it has all: half a beat later
+LOADED_DELAYS = 4
 REMEMBERED = 1000.0  # seconds of moves that a decision may still ask for
 
 
@@ -153,6 +156,11 @@ class Crew:
     def living_joiners(self) -> list[Peer]:
         """Without members that died and that the leader has moved since."""
         return [peer for peer in self.joiners if peer not in self.dead]
+
+    def joining(self) -> tuple[int, ...]:
+        """How many download the state of each stage, and get the sums of its rounds meanwhile."""
+        stages = [self.joiners[peer].member.stage for peer in self.living_joiners()]
+        return tuple(map(stages.count, range(self.job.stages)))
 
     def die(self, peer: Peer, now: float, passed: float, reported: Container[int] = ()) -> None:
         """`reported`: stages that have done their part of the open round."""
@@ -283,11 +291,21 @@ class Crew:
         kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
         donors = np.flatnonzero(self.serving == member.stage)[: min(DONORS, self.job.state_chunks)].tolist()
         down_Bps = kinds[kind_of[slot_of(member.peer)]].down_Bps or math.inf
-        up_Bps = sum(SPARE * (kinds[kind_of[slot]].up_Bps or math.inf) for slot in donors) or math.inf
-        seconds = self.job.state_bytes[member.stage] / min(down_Bps, up_Bps)
+        seconds = self.job.state_bytes[member.stage] / min(down_Bps, self._spare_Bps(donors, step_s))
         caught_up = self.job.seats.gradient_bytes[member.stage] / down_Bps / step_s
         ready_s = now + seconds / max(1 - caught_up, 0.1)
+        if donors:
+            ready_s += LOADED_DELAYS * self.job.delay_s + self.job.patience.heartbeat_s / 2
         self.joiners[member.peer] = Joiner(member, ready_s, now, tuple(donors))
+
+    def _spare_Bps(self, donors: list[int], step_s: float) -> float:
+        """What the uplinks of these slots have for a download, all together."""
+        if not donors:
+            return math.inf
+        kinds, kind_of = self.job.machines.kinds, self.job.machines.kind_of
+        up_Bps = np.array([kinds[kind_of[slot]].up_Bps or math.inf for slot in donors])
+        busy = self.egress.of_step(self.serving)[donors] / step_s / up_Bps
+        return float((np.clip(1.0 - busy, LEAST_SPARE, SPARE) * up_Bps).sum())
 
     def _downloaded(self, joiner: Joiner, now: float) -> None:
         self.egress.download(joiner.donors, joiner.done(now) * self.job.state_bytes[joiner.member.stage])

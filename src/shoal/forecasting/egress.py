@@ -28,23 +28,37 @@ class Egress:
         self.nbytes = np.zeros(len(job.machines.kinds))
 
     def microbatches(self, serving: Composition, passed: float) -> None:
-        """That share of a step's. Replicas pass as many as their rates say; owners own as many, and serve some of theirs themselves."""
-        job, (slots, at) = self._job, _serving(serving)
-        if not passed or not len(slots):
-            return
-        rates = self._rate[self._kind_of[slots], at]
+        """That share of a step's."""
+        slots, at = _serving(serving)
+        if passed and len(slots):
+            self._add(slots, passed * self._handed_on(slots, at))
+
+    def averaging(self, serving: Composition, joining: Iterable[Stage]) -> None:
+        """One round, at even shares. Chunk owners send sums to those who join their stage, too."""
+        slots, at = _serving(serving)
+        self._add(slots, self._exchanged(at, np.array(list(joining), dtype=int)))
+
+    def of_step(self, serving: Composition) -> Floats:
+        """What is sent by slot, with nobody joining."""
+        nbytes, (slots, at) = np.zeros(len(serving)), _serving(serving)
+        if len(slots):
+            nbytes[slots] = self._handed_on(slots, at) + self._exchanged(at, np.array([], dtype=int))
+        return nbytes
+
+    def _handed_on(self, slots: Composition, at: Composition) -> Floats:
+        """Replicas pass as many microbatches as their rates say; owners own as many, and serve some of theirs themselves."""
+        job, rates = self._job, self._rate[self._kind_of[slots], at]
         served = rates / np.bincount(at, rates, minlength=job.stages)[at]
         sent = served * self._handed[at]
         if job.stages > 1:  # else every owner serves itself
             sent += (self._asked.sum() - self._asked[at] * served) / len(slots)
-        self._add(slots, passed * job.microbatches * sent)
+        return np.asarray(job.microbatches * sent)
 
-    def averaging(self, serving: Composition, joining: Iterable[Stage]) -> None:
-        """One round, at even shares. Chunk owners send sums to those who join their stage, too."""
-        (slots, at), stages = _serving(serving), self._job.stages
+    def _exchanged(self, at: Composition, joining: Composition) -> Floats:
+        stages = self._job.stages
         counts = np.maximum(np.bincount(at, minlength=stages), 1)
-        joiners = np.bincount(np.array(list(joining), dtype=int), minlength=stages)
-        self._add(slots, (self._averaged * (2 * (1 - 1 / counts) + joiners / counts))[at])
+        joiners = np.bincount(joining, minlength=stages)
+        return np.asarray((self._averaged * (2 * (1 - 1 / counts) + joiners / counts))[at])
 
     def download(self, donors: Iterable[int], nbytes: float) -> None:
         """From slots that share it evenly."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -296,15 +296,16 @@ class Run:
             # As a part of a step with those who are left, which whoever comes meanwhile makes shorter
             progress.passed = min(1 - left_s / self._time.microbatches_s, 1.0)
             return True
-        self._begin_again(one.member.stage)
+        self._exchange([one.member.stage])
         progress.redo[one.member.stage] = max(progress.redo[one.member.stage], 2 * ROUNDING)
         progress.redo_s = max(progress.redo_s, self.now + left_s)
         return True
 
-    def _begin_again(self, stage: int) -> None:
-        """The stage's exchange of the round that is open."""
-        if self.progress.phase is Phase.AVERAGING and self._time is not None:
-            self.progress.exchanges.begin(stage, self._time)
+    def _exchange(self, stages: Iterable[int]) -> None:
+        """Of the round that is open those of these stages begin, or begin again."""
+        crew, time = self.crew, self._time
+        if self.progress.phase is Phase.AVERAGING and time is not None:
+            self.progress.exchanges.begin(stages, time, self.model.with_joiners(crew.serving, crew.joining()))
 
     def _take_over(self, passed: float, members: int) -> None:
         """Microbatches that a dead peer owned and had not done go to others, who ask everybody for books. They begin anew but for what is
@@ -327,7 +328,7 @@ class Run:
         job, progress = self.job, self.progress
         again = float(job.again[stage])
         progress.redo[stage] += share * job.microbatches * again
-        self._begin_again(stage)
+        self._exchange([stage])
         if share:
             progress.redo_from_s = self.now + REDO_DELAYS * job.delay_s
             progress.redo_s = max(progress.redo_s, progress.redo_from_s + again * float(job.hop_s[:, stage].mean()))
@@ -392,9 +393,9 @@ class Run:
             progress.phase, progress.left_s = Phase.OPENING, OPENING * self._time.agreeing_s
         elif progress.phase is Phase.OPENING:
             assert self._time is not None, "a stage's last replica is missed"
-            progress.phase, progress.left_s = Phase.AVERAGING, NEVER
-            self.progress.exchanges.open(self._time)
-            progress.closing_s = (1 - OPENING) * self._time.agreeing_s
+            closing_s = (1 - OPENING) * self._time.agreeing_s
+            progress.phase, progress.left_s, progress.closing_s = Phase.AVERAGING, NEVER, closing_s
+            self._exchange(range(self.job.stages))
         elif progress.phase is Phase.AVERAGING:
             # A replica that died after its part of the round is not waited for, even a stage's last
             progress.phase, progress.left_s = Phase.AGREEING, progress.closing_s
@@ -428,8 +429,7 @@ class Run:
     def _move(self, passed: float) -> None:
         progress = self.progress
         left_s = (self.job.steps - progress.step) * progress.step_s
-        moved = self.crew.rebalance(self.now, left_s, passed, progress.step_s)
-        for member, share in moved:
+        for member, share in (moved := self.crew.rebalance(self.now, left_s, passed, progress.step_s)):
             self._note("move", member.peer, member.stage)
             self.tally.moves += 1
             self._redo(member.stage, share * passed)

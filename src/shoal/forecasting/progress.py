@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import msgspec
@@ -22,13 +23,11 @@ class Exchanges:
         self.left_s = [0.0] * stages
         self._applied_s = applied_s
 
-    def open(self, time: StepTime) -> None:
-        for stage in range(len(self.left_s)):
-            self.begin(stage, time)
-
-    def begin(self, stage: Stage, time: StepTime) -> None:
-        """`time`: of a step with those who take part."""
-        self.left_s[stage] = time.exchange_s[stage] if time.exchange_s else time.averaging_s
+    def begin(self, stages: Iterable[Stage], time: StepTime, exchange_s: Sequence[float] | None) -> None:
+        """`time`: of a step with those who take part. `exchange_s`: of each stage's exchange, if that is another than the step's."""
+        for stage in stages:
+            each_s = exchange_s or time.exchange_s
+            self.left_s[stage] = each_s[stage] if each_s else time.averaging_s
 
     def advance(self, stage: Stage, seconds: float) -> None:
         self.left_s[stage] = max(self.left_s[stage] - seconds, 0.0)

@@ -69,24 +69,30 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class StepModel(Protocol):
+    """What a model does not say is None."""
+
     def __call__(self, composition: Composition) -> StepTime | None:
         """None: a stage has nobody."""
         ...
 
     def first(self, composition: Composition) -> StepTime | None:
         """Of a run's first step, before anything is measured."""
-        ...
+        return self(composition)
 
     def with_death(
         self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
     ) -> float | None:
         """Seconds of the microbatches of a step, or of a run's first, in which the machine on that slot, one of the composition's, dies and
-        is evicted so long after it has begun. None: this model does not say."""
-        ...
+        is evicted so long after it has begun."""
+        return None
 
     def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
         """The same of one in which the machines on these slots of the composition begin to serve so long after it has begun."""
-        ...
+        return None
+
+    def with_joiners(self, composition: Composition, joiners: tuple[int, ...]) -> tuple[float, ...] | None:
+        """`exchange_s` of a round whose sums so many joiners of each stage get, too; None without any."""
+        return None
 
 
 class Rates:
@@ -116,7 +122,7 @@ class Rates:
 Place = tuple[bool, int, int]  # of a machine: whether it serves another stage than planned, its stage, its kind
 
 
-class Played:
+class Played(StepModel):
     """The planner's prediction of each composition, kept: compositions of the same kinds at the same stages are one, where as many of
     them hold their seats. Whoever serves another stage than its seat's owns after the others, and its turns come first: with nine like
     machines and 28 microbatches that order makes a step 7 % longer."""
@@ -127,6 +133,7 @@ class Played:
         self._seated: dict[tuple[Place, ...], tuple[Seats, Cluster]] = {}  # as those were played
         self._deaths: dict[tuple[tuple[Place, ...], int, Death, bool], float] = {}
         self._entries: dict[tuple[tuple[Place, ...], tuple[int, ...], float], float] = {}
+        self._rounds: dict[tuple[tuple[Place, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self._slots_of: list[list[int]] = [[] for _ in job.machines.kinds]
         for slot, kind in enumerate(job.machines.kind_of):
             self._slots_of[kind].append(slot)
@@ -191,6 +198,16 @@ class Played:
             known = _warmed(job, plays, lambda play, start: play.through(job.microbatches, start, enters_s))
             self._entries[key, devices, played_s] = known
         return known + (at_s - played_s)
+
+    def with_joiners(self, composition: Composition, joiners: tuple[int, ...]) -> tuple[float, ...] | None:
+        if not any(joiners) or self(composition) is None:
+            return None
+        key = self._key(composition)
+        known = self._rounds.get((key, joiners))
+        if known is None:
+            seats, cluster = self._seated[key]
+            known = self._rounds[key, joiners] = self._exchange_s(seats, cluster, joiners)
+        return known
 
     def _plays_changes(self, composition: Composition) -> bool:
         """In the middle of a step."""
@@ -266,8 +283,8 @@ class Played:
             self._exchange_s(seats, cluster),
         )
 
-    def _exchange_s(self, seats: Seats, cluster: Cluster) -> tuple[float, ...]:
-        ends_s = iter(averaging_ends(seats, cluster)[0])
+    def _exchange_s(self, seats: Seats, cluster: Cluster, joiners: tuple[int, ...] = ()) -> tuple[float, ...]:
+        ends_s = iter(averaging_ends(seats, cluster, joiners)[0])
         groups = [list(islice(ends_s, len(seats.replicas(stage)))) for stage in range(seats.stages)]
         return tuple(max(group) + seats.round_work_s + self._job.round_s for group in groups)
 
@@ -335,7 +352,7 @@ def measured(seats: Seats, job: Job, kinds: Sequence[int]) -> Seats:
     return paced(msgspec.structs.replace(seats, line_rates=rates, applied_s=applied_s), rates)
 
 
-class Aggregated:
+class Aggregated(StepModel):
     """By sums over stages; see above."""
 
     def __init__(self, job: Job) -> None:
@@ -354,17 +371,6 @@ class Aggregated:
         if not stage_rates.min() > 0:
             return None
         return self._step(composition, job.microbatches, stage_rates)
-
-    def first(self, composition: Composition) -> StepTime | None:
-        return self(composition)
-
-    def with_death(
-        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
-    ) -> float | None:
-        return None
-
-    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
-        return None
 
     def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
         job, rates = self._job, self._rates
@@ -451,7 +457,7 @@ class Aggregated:
         )
 
 
-class Delayed:
+class Delayed(StepModel):
     """A model's steps with delayed updates: a step's round runs beside the next step's microbatches, on the same lines."""
 
     def __init__(self, job: Job, model: Aggregated) -> None:
@@ -465,17 +471,6 @@ class Delayed:
         return msgspec.structs.replace(
             step, averaging_s=max(beside_s - step.microbatches_s, 0.0), agreeing_s=step.agreeing_s / 2
         )
-
-    def first(self, composition: Composition) -> StepTime | None:
-        return self(composition)
-
-    def with_death(
-        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
-    ) -> float | None:
-        return None
-
-    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
-        return None
 
     def _line_s(self, composition: Composition, step: StepTime) -> float:
         """Seconds that the busiest line carries the step's microbatches."""

@@ -21,6 +21,7 @@ from shoal.planner.prediction.seats import Seats, line_rates, of_group
 
 PAIRS_MOST = 20_000  # pairs of replicas up to which averaging is played message by message
 BEGINS = -1  # no chunk's number
+JOINER = -2  # no replica's
 MOST_VALUES = SLICES * SLICE_VALUES  # of a round that is played, for each replica: more make no difference
 
 
@@ -30,9 +31,10 @@ def averaging(seats: Seats, cluster: Cluster) -> tuple[float, Floats]:
     return max(ends_s), sent
 
 
-def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]:
-    """When each member, by stage, has all its sums; and what every device sends. Where the seats say who leads, its word to the others and
-    theirs to it take what they take, less what the farthest of them do, which is no part of a round (step.py)."""
+def averaging_ends(seats: Seats, cluster: Cluster, joiners: tuple[int, ...] = ()) -> tuple[list[float], Floats]:
+    """When each member, by stage, has all its sums; and what every device sends. `joiners`: so many of each stage get the sums, too. Where
+    the seats say who leads, its word to the others and theirs to it take what they take, less what the farthest of them do, which is no
+    part of a round (step.py)."""
     lines = Lines(cluster)
     if sum(len(seats.replicas(stage)) ** 2 for stage in range(seats.stages)) > PAIRS_MOST:
         sent = np.zeros(len(cluster.devices))
@@ -48,7 +50,8 @@ def averaging_ends(seats: Seats, cluster: Cluster) -> tuple[list[float], Floats]
         values = _played_values(seats.gradient_bytes[stage] / seats.value_bytes, len(group))
         away_s = [0.0 if seats.leader is None else lines.delay_s(seats.leader, device) for device in group]
         rates = of_group(seats.line_rates, group)
-        played_s = _Round(lines, group, seats.gradient_bytes[stage], values, rates).play(away_s)
+        also = joiners[stage] if joiners else 0
+        played_s = _Round(lines, group, seats.gradient_bytes[stage], values, rates, also).play(away_s)
         ends_s += [end_s + own_s for end_s, own_s in zip(played_s, away_s, strict=True)]
     unseen_s = 0.0 if seats.leader is None else 2 * lines.farthest(seats.leader, seats.members)
     return [max(0.0, end_s - unseen_s) for end_s in ends_s], lines.sent
@@ -60,9 +63,15 @@ class _Round:
     `lines` carries the chunks; what other stages have sent on them counts."""
 
     def __init__(
-        self, lines: Lines, group: list[int], gradient_bytes: float, values: int, line_rates: tuple[int, ...]
+        self,
+        lines: Lines,
+        group: list[int],
+        gradient_bytes: float,
+        values: int,
+        line_rates: tuple[int, ...],
+        joiners: int = 0,
     ) -> None:
-        """`values`: that are played for each replica."""
+        """`values`: that are played for each replica. `joiners`: get the sums, too; in a group of several rows that is left out."""
         self._lines = lines
         self._group = group
         self._roles = _roles(len(group), values, line_rates)
@@ -70,6 +79,7 @@ class _Round:
         self._missing = [{number: len(peers) for number, peers in role.adds.items()} for role, _ in self._roles]
         # By replica, the first queue before the second; (to, chunk, is a sum).
         self._waiting = [(deque[tuple[int, int, bool]](), deque[tuple[int, int, bool]]()) for _ in group]
+        self._joiners = joiners if len(row_lengths(len(group))) == 1 else 0
         self._sums_first = bool(owned(line_rates))
         # When, serial, from (-1: all of it has arrived), to (-1: the line is free), chunk, is a sum.
         self._events: list[tuple[float, int, int, int, int, bool]] = []
@@ -117,9 +127,13 @@ class _Round:
     def _on_sum(self, at: int, number: int, now: float) -> None:
         for peer in self._roles[at][0].broadcasts.get(number, ()):
             self._send(at, int(peer), number, now, True)
+        if number in self._roles[at][0].broadcasts:
+            for _ in range(self._joiners):
+                self._send(at, JOINER, number, now, True)
 
     def _send(self, source: int, target: int, number: int, now: float, is_sum: bool) -> None:
-        self._waiting[source][not (is_sum and self._sums_first)].append((target, number, is_sum))
+        first = is_sum and self._sums_first and target != JOINER
+        self._waiting[source][not first].append((target, number, is_sum))
         if self._lines.free(self._group[source]) <= now:
             self._send_next(source, now)
 
@@ -129,8 +143,10 @@ class _Round:
             return
         target, number, is_sum = (first or second).popleft()
         nbytes = self._value_bytes * self._roles[source][1][number]
-        at = self._lines.leave(self._group[source], self._group[target], nbytes, now)
-        heappush(self._events, (at, next(self._serial), source, target, number, is_sum))
+        towards = target if target != JOINER else (source + 1) % len(self._group)
+        at = self._lines.leave(self._group[source], self._group[towards], nbytes, now)
+        if target != JOINER:
+            heappush(self._events, (at, next(self._serial), source, target, number, is_sum))
         free_s = self._lines.free(self._group[source])
         heappush(self._events, (free_s, next(self._serial), source, -1, 0, False))
 
