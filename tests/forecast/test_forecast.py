@@ -182,6 +182,8 @@ def test_while_a_newcomer_downloads_rounds_take_what_its_sums_take() -> None:
     step, with_sums = model(serving), model.with_joiners(serving, (0, 1))
     assert step is not None and with_sums is not None and model.with_joiners(serving, (0, 0)) is None
     assert with_sums[0] == step.exchange_s[0] and with_sums[1] > step.exchange_s[1] + 0.2
+    elsewhere = model.with_joiners(serving, (1, 0))
+    assert elsewhere is not None and elsewhere[0] > step.exchange_s[0] and elsewhere[1] == step.exchange_s[1]
     assert seconds[1] - seconds[0] == pytest.approx(max(with_sums) - max(step.exchange_s), abs=1e-6)
 
 
