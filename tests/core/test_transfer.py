@@ -432,7 +432,7 @@ def test_a_chunk_that_may_still_wait_for_a_line_is_not_sent_twice() -> None:
 
 
 def test_what_may_be_lost_is_withdrawn_before_it_is_sent_again() -> None:
-    """A joiner on a full line got 300 MB of state as 500 MB, and was a member after 598 s for 442."""
+    """A joiner on a full line got 300 MB of state as 500 MB (tests/sim/test_far.py)."""
     play = a_donor()
     ask(play, "x")
     exported(play)
@@ -574,8 +574,8 @@ def test_whose_line_is_narrow_sends_joiners_to_others_for_a_while(rates: tuple[i
 
 
 def test_sums_are_waited_for_as_long_as_the_state_took() -> None:
-    """Fleet 146: a joiner held a state, and the sums of the step after it came in one message, behind the last chunk, on a line of which it
-    had half: 44 s after the commit. They were taken for lost after 30 s, and the state was loaded once more."""
+    """Fleet 146: a joiner held a state, and the sums of the step after it came in one message, behind the last chunk on a line of which it
+    had half. After 30 s they were taken for lost, and the state was loaded once more."""
     play = Play(settings=msgspec.structs.replace(SETTINGS, ready_timeout_s=3.0))
     play.offer("b")
     for chunk in range(7):
