@@ -104,8 +104,11 @@ class Uplink(msgspec.Struct):
 
     def pass_in_turn(self, rank: int, seconds: float, now: float) -> float:
         """When `seconds` of that rank will have left, as transport/streams/send_queue.py sends them."""
-        self.pass_until(now)
         waiting = self.waiting_s
+        if now > self.then_s:
+            if max(waiting) > 0:
+                self._advance(now)
+            self.then_s = now
         waiting[rank] += seconds
         taken = waiting[rank]
         taken += min(sum(waiting[:rank]), PASSED[rank] * taken) if rank else 0.0
@@ -119,13 +122,6 @@ class Uplink(msgspec.Struct):
             return self.free_s[rank]
         self.free_s[rank] = left
         return left
-
-    def pass_until(self, now: float) -> None:
-        """What waits is what waits `now`."""
-        if now > self.then_s:
-            if max(self.waiting_s) > 0:
-                self._advance(now)
-            self.then_s = now
 
     def _advance(self, now: float) -> None:
         waiting, left = self.waiting_s, now - self.then_s

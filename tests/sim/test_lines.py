@@ -473,7 +473,8 @@ def test_who_has_died_holds_up_nobody_by_what_was_on_the_way_to_it() -> None:
 def test_what_is_sent_into_a_cut_takes_no_time_of_the_line_and_what_leaves_in_one_is_lost() -> None:
     swarm = Swarm(msgspec.structs.replace(draw(load("lines"), 0), wire=a_wire(), messages=Messages()))
     arrived = list[tuple[float, m.Peer]]()
-    swarm.delivery._arrive_over_line = lambda parcel: arrived.append((swarm.kernel.now, parcel[1]))  # type: ignore[method-assign]
+    for peer in ("p1.0", "p2.0"):  # no process lives there: it is given what arrives
+        swarm.delivery.clients[peer] = lambda *_, peer=peer: arrived.append((swarm.kernel.now, peer))
     network, kernel, cut = swarm.context.network, swarm.kernel, (("p0.0",), ("p1.0",))
 
     def carry(target: m.Peer) -> None:

@@ -25,8 +25,8 @@ class Exchanges:
 
     def begin(self, stages: Iterable[Stage], time: StepTime, exchange_s: Sequence[float] | None) -> None:
         """`time`: of a step with those who take part. `exchange_s`: of each stage's exchange, if that is another than the step's."""
+        each_s = exchange_s or time.exchange_s
         for stage in stages:
-            each_s = exchange_s or time.exchange_s
             self.left_s[stage] = each_s[stage] if each_s else time.averaging_s
 
     def advance(self, stage: Stage, seconds: float) -> None:

@@ -106,8 +106,7 @@ class Donor:
         read = Do(ReadChunk(id=task, step=request.step, chunk=request.chunk, out=task))
         if not (request.again and self.given.was_sent(peer, request)):
             return [read]
-        self.given.on_unreachable(peer)
-        return [WithdrawState(peer), read]  # of what still waits for my line, no second copy goes
+        return [*self._withdraw(peer), read]  # of what still waits for my line, no second copy goes
 
     def on_done(self, done: Done) -> list[Command]:
         if done.id == self._exporting:
@@ -142,6 +141,9 @@ class Donor:
         if peer not in self._takers:
             return []
         self._takers.discard(peer)
+        return self._withdraw(peer)
+
+    def _withdraw(self, peer: Peer) -> list[Command]:
         self.given.on_unreachable(peer)
         return [WithdrawState(peer)]
 
