@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tests.e2e.test_run import NO_MODEL, Start, end, start, steps_done, summary, wait_for
 
 from shoal.launcher.files.rundir import locals_of
+from shoal.launcher.launcher import SAVE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
@@ -134,6 +136,20 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(start: Start, tmp_path: Pat
     assert re.search(r"To go on from there: shoal run tiny.toml .*--resume\n", said)
     said = end(start("run", *words, f"run.steps={account['saved'] + 2}", "--resume"))
     assert summary(tmp_path)["first_step"] == account["saved"] and summary(tmp_path)["balanced"]
+
+
+def test_ctrl_c_ends_a_run_that_loses_a_stage_while_it_is_saved(start: Start, tmp_path: Path) -> None:
+    """It is back before the step that was to be saved. It went on for ten minutes, and all of that was lost."""
+    three = ("run.stages=3", "run.peers=3", *NO_MODEL)
+    launcher = start("run", "tiny.toml", *three, "run.steps=100000", "device.emulated_s=0.2")
+    wait_for(lambda: launcher.poll() is not None or steps_done(tmp_path) >= 3)
+    os.kill(locals_of(tmp_path / "runs/tiny").peers[-1].process.pid, signal.SIGKILL)
+    launcher.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    said = end(launcher, code=130)
+    assert time.monotonic() - began_s < SAVE_S / 5
+    account = summary(tmp_path)
+    assert account["steps"] <= account["saved"] + 2 and "is saved before the run ends" in said, said
 
 
 def test_ctrl_c_in_the_middle_of_a_long_step_saves_what_it_began_with(start: Start, tmp_path: Path) -> None:

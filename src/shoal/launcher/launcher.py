@@ -445,17 +445,25 @@ class Launcher:
         return view.step if view.step > self.watch.saved else 0
 
     async def _save_and_end(self, why: str) -> None:
-        step = self._unsaved_step()
-        if step:
+        step, asked = self._unsaved_step(), self.watch.books.view
+        if step and asked is not None:
             words = f"{why}: step {step} is saved before the run ends; Ctrl-C (again) ends it at once, back at step {self.watch.saved}"
             self.watch.tell("checkpoint", words, time.monotonic())
             for child in self.crew.living:
                 if child.introduced:
                     child.write(News(save=True))
-            until_s, failed = time.monotonic() + SAVE_S, self.watch.unable
-            while self.watch.saved < step and self.watch.unable == failed and time.monotonic() < until_s:
+            until_s, failed, before = time.monotonic() + SAVE_S, self.watch.unable, self.watch.saved
+            while self.watch.unable == failed and time.monotonic() < until_s:
+                if self.watch.saved >= step or self._went_back(asked.epoch, before):
+                    break
                 await asyncio.sleep(SHOW_S)
         self._give_up(why)
+
+    def _went_back(self, epoch: int, saved: int) -> bool:
+        """Since that epoch, in which `saved` was the newest checkpoint, a stage was lost. What was trained then cannot be saved any more;
+        what has been trained since is, or there is nothing."""
+        view = self.watch.books.view
+        return view is not None and view.epoch != epoch and (self.watch.saved > saved or not self._unsaved_step())
 
     # -------------------------------------------------------------------------------------------------- showing
 
