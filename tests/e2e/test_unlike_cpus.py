@@ -180,4 +180,5 @@ def test_replicas_on_unlike_processors_agree_under_kills(tmp_path: Path) -> None
     assert summary["joined"] == KILLS
     assert not [word for word in AGAIN if word in swarm.output], swarm.output[-6000:]
     assert {len(holders) for holders in versions.values()} == {1}
-    assert max(len(peers) for holders in versions.values() for peers in holders.values()) == 4
+    # A version may be held by one that is killed then, and by who came in its place
+    assert max(len(peers) for holders in versions.values() for peers in holders.values()) >= 4
