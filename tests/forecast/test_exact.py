@@ -64,6 +64,13 @@ def test_all_of_the_time_is_accounted_for_by_message() -> None:
     assert exact.peer_hours[0] == pytest.approx((6 * 300 - 30 - 160) / 3600)
 
 
+def test_training_waits_for_no_machine_that_goes_before_it_has_joined() -> None:
+    """A machine comes, takes 60 s to start, and is taken away after 45: nobody knows it. It was waited for until another took its place."""
+    changes = always(6, Presence(45.0, 5, False), Presence(280.0, 5, True))
+    exact = forecast_exact(a_job(6), changes, 60.0, 300.0, 0)
+    assert exact.parts.joining < 70.0 and exact.steps > 20
+
+
 def test_a_machine_that_vanishes_is_noticed_by_its_silence_and_a_process_by_its_connections() -> None:
     given = a_job(6)
     assert given.patience.detection_s > given.patience.heartbeat_timeout_s

@@ -37,7 +37,7 @@ ROUND_TASKS = (m.Cut, m.AddRow, m.Add, m.Gather, m.Apply)
 CODED_TASKS = (m.Cut, m.Add, m.Gather)  # each has a third of a round's encoding and decoding
 # Incarnations between two machines on one slot: a process that ends itself is started again as the next one
 AGAIN = 1000
-SETTLED_S = 30.0  # who lives shorter than that is not waited for at the beginning
+SETTLED_S = 30.0  # from when the first start; whose machine goes before is not waited for at the beginning
 VALUE_BYTES = 12  # of a parameter and its moments
 
 
@@ -135,7 +135,7 @@ class ExactRun(Swarm):
         self._key_of = {slot: key for key, slot in enumerate(self._seated)}
         self._presences = [one for one in presences if one.slot in self._key_of]
         self._start_s = start_s
-        super().__init__(case_of(job, _gathered(self._presences, job.stages), seed))
+        super().__init__(case_of(job, _gathered(self._presences, job.stages, start_s), seed))
         world = self.context.world
         assert self.case.wire is not None and isinstance(self.case.wire, JobWire)
         world.lengths, world.chunks, world.listed = self.case.wire.lengths, self.case.wire.chunks, False
@@ -427,9 +427,10 @@ def _key(peer: m.Peer) -> int:
     return int(peer[1 : peer.index(".")])
 
 
-def _gathered(presences: Sequence[Presence], stages: int) -> int:
+def _gathered(presences: Sequence[Presence], stages: int, start_s: float) -> int:
     """Who is waited for before training begins: the machines that are there first, but for those that go at once."""
     first_s = min((one.at_s for one in presences if one.joins), default=0.0)
     there = {one.slot for one in presences if one.joins and one.at_s <= first_s}
-    soon = {one.slot for one in presences if not one.joins and one.at_s <= first_s + SETTLED_S}
+    settled_s = first_s + start_s + SETTLED_S
+    soon = {one.slot for one in presences if not one.joins and one.at_s <= settled_s}
     return max(stages, len(there - soon))
