@@ -140,19 +140,19 @@ def test_what_is_sent_later_and_goes_first_holds_up_what_waits() -> None:
     assert rig.left_s[part] == pytest.approx(10.5 + 0.5)
 
 
-@pytest.mark.parametrize("message", [URGENT_STATE, REDUCED])
-def test_a_lower_rank_has_its_turns_on_a_full_line(message: m.Message) -> None:
-    """The line is given a second of hops each second, with four in it at first: state passes at one turn of so many."""
+@pytest.mark.parametrize(("upper", "lower"), [(GRADIENT, REDUCED), (URGENT_STATE, GRADIENT)])
+def test_a_lower_rank_has_its_turns_on_a_full_line(upper: m.Message, lower: m.Message) -> None:
+    """The line is given a second of what goes first each second, with four in it at first: the other passes at one turn of so many."""
     rig = Rig()
     for _ in range(4):
-        rig.send((0, 1), GRADIENT, MB)
-    hops = [rig.send((0, 1), GRADIENT, MB, float(at)) for at in range(100)]
-    lower = [rig.send((0, 2), message, MB // 2) for _ in range(300)]
+        rig.send((0, 1), upper, MB)
+    first = [rig.send((0, 1), upper, MB, float(at)) for at in range(100)]
+    rest = [rig.send((0, 2), lower, MB // 2) for _ in range(300)]
     rig.run()
-    passed_s = 0.5 * sum(rig.left_s[number] <= 99.0 for number in lower)
-    assert passed_s / 99.0 == pytest.approx(1 / (PASSED[m.rank(message)] + 1), abs=0.01)
-    share = 1 - 1 / (PASSED[m.rank(message)] + 1)
-    assert rig.left_s[hops[-1]] == pytest.approx(104.0 / share), "hops are later by what the state took"
+    passed_s = 0.5 * sum(rig.left_s[number] <= 99.0 for number in rest)
+    assert passed_s / 99.0 == pytest.approx(1 / (PASSED[m.rank(lower)] + 1), abs=0.01)
+    share = 1 - 1 / (PASSED[m.rank(lower)] + 1)
+    assert rig.left_s[first[-1]] == pytest.approx(104.0 / share), "what goes first is later by what the other took"
 
 
 MESSAGES = (GRADIENT, ACTIVATION, URGENT_STATE, GATHERED, REDUCED, STATE)

@@ -1235,21 +1235,20 @@ BULK = (
 
 
 RANKS = 8  # of bulk
-URGENT = 3
-# Pieces of higher ranks that go before one of that rank: state for a joiner costs hops a tenth of a line, half of it if it is urgent
-PASSED = (9, 9, 9, 1, 9, 9, 9, 9)
+URGENT = 1
+# Pieces of higher ranks that go before one of that rank: state for a joiner costs hops a tenth of a line, two thirds of it if it is urgent
+PASSED = (9, 9, 3, 9, 9, 9, 9, 9)
 
 
 def rank(message: Message) -> int:
     """Which bulk messages go first on a line, 0 before 1: requests with a microbatch's tokens, which are small and which a first stage
-    waits for, then backward, as it frees memory and is waited for longest, then forward, averaging, state and frozen weights for a joiner,
-    shards of a checkpoint and texts. What is urgent to a joiner goes after hops, and they share the line evenly. Messages to one peer keep
-    their order within a rank only."""
+    waits for, what is urgent to a joiner, then backward, as it frees memory and is waited for longest, then forward, averaging, state and
+    frozen weights for a joiner, shards of a checkpoint and texts. Messages to one peer keep their order within a rank only."""
     match message:
         case Forward() | Backward():
             return 0
         case BoundaryTensor():
-            return 1 if message.gradient else 2
+            return 2 if message.gradient else 3
         case GatherChunk(urgent=True) | Chunk(urgent=True):
             return URGENT
         case GatherChunk():

@@ -13,9 +13,9 @@ import msgspec
 from shoal.core.messages import Apply, Command, Complaint, Drop, Holding, Index, Member, Peer, Send, Stage, View
 
 TEXT = 2000  # longest reason a message may carry
-# After so many steps half of a line is a joiner's: a tenth of one full of work may never carry its state and sums
+# After so many steps most of a line is a joiner's: a tenth of one full of work may never carry its state and sums
 HURRY_STEPS = 4
-MOST_STEPS = 64  # until then: who never ends must not cost others half of their lines for ever
+MOST_STEPS = 32  # until then: who never ends must not cost others most of their lines for ever
 
 
 class Known(msgspec.Struct, frozen=True):

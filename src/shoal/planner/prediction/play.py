@@ -16,7 +16,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from shoal.core.messages import TURNS, Member, Settings, View
+from shoal.core.messages import TURNS, BoundaryTensor, Member, Settings, View, rank
 from shoal.core.planned import NOWHERE, Planned
 from shoal.core.trainer.choice import Choice
 from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Owned, new_microbatch, plan
@@ -38,8 +38,13 @@ ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a sh
 # At least so many with delays that differ: the second and third step are up to 40 % longer than those of a settled run
 ROUNDS_LEAST = 4
 TOKENS, OUTPUT, GRADIENT, EMPTY = "tokens", "output", "gradient", ""  # what a message carries
-# As core's rank() has them; without a leader all pass in the order sent
-RANK_OF = {TOKENS: 0, GRADIENT: 1, OUTPUT: 2, EMPTY: 0}
+# Without a leader all pass in the order sent
+RANK_OF = {
+    TOKENS: 0,
+    GRADIENT: rank(BoundaryTensor(0, 0, 0, 0, True)),
+    OUTPUT: rank(BoundaryTensor(0, 0, 0, 0, False)),
+    EMPTY: 0,
+}
 FIRST_VIEW = View(number=0, step=0, members=())
 
 
@@ -209,9 +214,9 @@ class Play:
             self._at(self.lines.control(source, target, now), act)
             return
         nbytes = sum(self._nbytes[tensor] for tensor in tensors)
-        rank = 0 if self._leader is None else min(RANK_OF[tensor] for tensor in tensors)
-        left = self.lines.leave(source, target, nbytes, now, rank)
-        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then, rank), act))
+        place = 0 if self._leader is None else min(RANK_OF[tensor] for tensor in tensors)
+        left = self.lines.leave(source, target, nbytes, now, place)
+        self._at(left, lambda then: self._at(self.lines.arrive(source, target, nbytes, then, place), act))
 
     def _begin(self, owner: int, now: float) -> None:
         while (m := self._owners[owner].owned.start(now)) is not None:
