@@ -454,6 +454,7 @@ class Launcher:
                     child.write(News(save=True))
             until_s, failed, before = time.monotonic() + SAVE_S, self.watch.unable, self.watch.saved
             while self.watch.unable == failed and time.monotonic() < until_s:
+                before = min(before, self.watch.saved)  # of those to go back to a damaged one is passed over
                 if self.watch.saved >= step or self._went_back(asked.epoch, before):
                     break
                 await asyncio.sleep(SHOW_S)
