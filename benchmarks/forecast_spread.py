@@ -22,6 +22,7 @@ from random import Random
 
 import numpy as np
 
+from forecast_check import between
 from report import at_most, parse, report
 from shoal.forecasting.churn import Churn, presences
 from shoal.forecasting.exact import forecast_exact
@@ -38,10 +39,6 @@ MEDIAN_PERCENT = 2.0
 START_S = 60.0
 BACKWARD = 2.0
 PARAMETER_BYTES, STATE_BYTES = 4, 12
-
-
-def between(low: float, high: float, rng: Random) -> float:
-    return float(low * (high / low) ** rng.random())
 
 
 def drawn(seed: int) -> tuple[Job, Churn]:
