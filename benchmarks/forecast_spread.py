@@ -122,10 +122,10 @@ def main() -> None:
         job, churn = drawn(number)
         exact, forecasts = list[History](), list[History]()
         began = time.process_time()
-        for seed in range(args.seeds):
-            changes = presences(churn, job.machines, horizon_s, seed)
+        played = [presences(churn, job.machines, horizon_s, seed) for seed in range(args.seeds)]
+        model = Aggregated(job) if args.aggregated else model_of(job, max(map(len, played)))  # as of one seed alone
+        for seed, changes in enumerate(played):
             exact.append(forecast_exact(job, changes, START_S, horizon_s, seed))
-            model = Aggregated(job) if args.aggregated else model_of(job, len(changes))
             forecasts.append(forecast(job, model, changes, START_S, horizon_s, seed))
             singles.append(percent(forecasts[-1].steps, exact[-1].steps))
             if args.parts:
