@@ -33,7 +33,9 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job, Patience
 from shoal.forecasting.machines import grouped
-from shoal.forecasting.rates import MEAN_LATE, Aggregated, Played
+from shoal.forecasting.models.played import Played
+from shoal.forecasting.models.step_time import MEAN_LATE
+from shoal.forecasting.models.sums import Aggregated
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire

@@ -29,7 +29,7 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun, forecast_exact
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Played
+from shoal.forecasting.models.played import Played
 from validate import doubting, drawn, with_constants
 
 WORST_PERCENT = 5.0

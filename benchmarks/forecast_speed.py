@@ -24,7 +24,7 @@ from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.rates import Aggregated
+from shoal.forecasting.models.sums import Aggregated
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.prediction.seats import Seats
 

@@ -29,7 +29,8 @@ from shoal.forecasting.exact import forecast_exact
 from shoal.forecasting.forecaster import History, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.rates import Aggregated, model_of
+from shoal.forecasting.models.choice import model_of
+from shoal.forecasting.models.sums import Aggregated
 from shoal.forecasting.summary import spread_of
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.prediction.seats import Seats

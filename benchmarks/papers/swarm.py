@@ -20,7 +20,7 @@ from shoal.forecasting.churn import Churn, presences
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.rates import model_of
+from shoal.forecasting.models.choice import model_of
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.planner.prediction.step import predict

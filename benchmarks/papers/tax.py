@@ -34,7 +34,8 @@ from shoal.codec import Travel
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.forecaster import History, forecast
 from shoal.forecasting.job import Job, job_of
-from shoal.forecasting.rates import StepModel, model_of
+from shoal.forecasting.models.choice import model_of
+from shoal.forecasting.models.step_time import StepModel
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.strategy import strategy

@@ -11,7 +11,7 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.crew import EVICTION_DELAYS
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Played
+from shoal.forecasting.models.played import Played
 
 NEWCOMER = 6  # at the stage that takes longest
 

@@ -20,7 +20,7 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun, JobPace, case_of, forecast_exact
 from shoal.forecasting.forecaster import History, Parts, Run, forecast
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Played
+from shoal.forecasting.models.played import Played
 from shoal.launcher.planning import forecasting
 from shoal.sim.context import Values
 

@@ -22,7 +22,10 @@ from shoal.forecasting.egress import Egress
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
-from shoal.forecasting.rates import Aggregated, Played, measured, model_of
+from shoal.forecasting.models.choice import model_of
+from shoal.forecasting.models.played import Played
+from shoal.forecasting.models.step_time import measured
+from shoal.forecasting.models.sums import Aggregated
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats

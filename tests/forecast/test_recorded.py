@@ -17,7 +17,7 @@ from shoal.cli.main import main
 from shoal.core.messages import Committed, Settings, Share
 from shoal.forecasting import recorded
 from shoal.forecasting.fitted import Fitted, changed, fitted, replayed
-from shoal.forecasting.rates import Played
+from shoal.forecasting.models.played import Played
 from shoal.forecasting.recorded import Transfer
 from shoal.runtime.records.account import CommittedStep
 from shoal.sim.run import Tracer

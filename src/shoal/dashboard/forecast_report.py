@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal import units
 from shoal.forecasting.fitted import Fitted
-from shoal.forecasting.rates import StepTime
+from shoal.forecasting.models.step_time import StepTime
 from shoal.forecasting.summary import Comparison, Cost, Forecast, Spread
 
 WORDS = {

@@ -23,7 +23,7 @@ from shoal.core.planned import complete, planned_seat, planned_stage
 from shoal.core.transfer.download import DONORS
 from shoal.forecasting.egress import Egress
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Composition
+from shoal.forecasting.models.step_time import Composition
 from shoal.planner.prediction.seats import line_rate
 
 # Of a donor's uplink that downloads have: what a step leaves, so much at most. A full one's turns (PASSED, core/messages.py) are the second

@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.core.messages import Stage
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Composition
+from shoal.forecasting.models.step_time import Composition
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.prediction.seats import handed_bytes, request_bytes
 

@@ -23,7 +23,7 @@ from shoal.forecasting.clock import Clock
 from shoal.forecasting.crew import no_majority
 from shoal.forecasting.forecaster import History, Tally
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import MEAN_LATE
+from shoal.forecasting.models.step_time import MEAN_LATE
 from shoal.planner.inputs.cluster import Device
 from shoal.sim.checkers import Watch
 from shoal.sim.lines import LineRates, Wire, part_values

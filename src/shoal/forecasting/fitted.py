@@ -21,7 +21,7 @@ from shoal.forecasting.churn import Churn, Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import ENTRY_BEATS, SCAN_BEATS, Job, Patience
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.rates import StepModel
+from shoal.forecasting.models.step_time import StepModel
 from shoal.forecasting.recorded import Recorded, Transfer
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Device

@@ -1,6 +1,6 @@
 """Plays a long run without its messages: one history of machines that come and go, from a seed.
 
-Between two events the step that is trained advances at the rate of those who serve (rates.py). A death costs what it costs a real run,
+Between two events the step that is trained advances at the rate of those who serve (models/). A death costs what it costs a real run,
 as the model plays it. Where it plays none: its part of all requests waits until it is evicted, its books of the step are computed again by
 its stage's others, beside the step's work where they have time left. Its stage's exchange of a round that was open begins again, those of
 other stages go on; the last replica of a stage sends everybody back to the newest checkpoint.
@@ -22,8 +22,8 @@ from shoal.forecasting.arrivals import Arrivals, Bill
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.crew import Crew, Lost, no_majority, slot_of
 from shoal.forecasting.job import Job
+from shoal.forecasting.models.step_time import APPLIED, StepModel, StepTime, trip_s
 from shoal.forecasting.progress import NEVER, ROUNDING, Exchanges, Phase, Progress
-from shoal.forecasting.rates import APPLIED, StepModel, StepTime, trip_s
 
 AT_ONCE_MOST = 1000  # events at one moment, beside those of machines that come and go: a step has a handful
 

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from shoal.core.messages import Stage
-from shoal.forecasting.rates import StepTime
+from shoal.forecasting.models.step_time import StepTime
 
 NEVER = math.inf
 ROUNDING = 1e-9  # of a step, a microbatch, a second

@@ -13,7 +13,7 @@ import numpy as np
 from shoal.forecasting.forecaster import History, Parts
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.rates import StepTime
+from shoal.forecasting.models.step_time import StepTime
 
 CONFIDENCE = 0.95
 GB = 1e9

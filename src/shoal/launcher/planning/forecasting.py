@@ -15,7 +15,7 @@ from shoal.forecasting import churn as churns
 from shoal.forecasting.churn import Churn, presences
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job, job_of
-from shoal.forecasting.rates import model_of
+from shoal.forecasting.models.choice import model_of
 from shoal.forecasting.summary import Forecast, summarized
 from shoal.launcher import preflight
 from shoal.launcher.planning.problem import problem_of

@@ -16,7 +16,8 @@ from shoal.config import Config
 from shoal.forecasting import recorded
 from shoal.forecasting.fitted import Fitted, changed, fitted, replayed
 from shoal.forecasting.job import Job
-from shoal.forecasting.rates import Played, StepTime
+from shoal.forecasting.models.played import Played
+from shoal.forecasting.models.step_time import StepTime
 from shoal.launcher.files import rundir
 from shoal.runtime.records.account import surviving
 

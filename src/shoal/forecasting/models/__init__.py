@@ -1,0 +1,1 @@
+"""How long a step takes with given machines at given stages: played, or summed."""

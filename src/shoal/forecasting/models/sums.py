@@ -1,0 +1,153 @@
+"""The step-time model of large fleets and long horizons: sums over stages, for thousands of compositions.
+
+A replica passes as many microbatches per second as its compute, uplink and downlink allow, a stage the sum of its
+replicas' (each gets the share that fills it, which is the max-min fair one), the pipeline what its thinnest stage does or what its owners
+can have on their way; its two factors are what playing gives over it, of the planned fleet and of half of it: with more replicas that many
+owners ask, each for few microbatches, shares are less even, and a factor of a smaller fleet says too little of a larger one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from shoal.core.allreduce.layout import row_lengths
+from shoal.forecasting.job import Job
+from shoal.forecasting.models.played import plays_of
+from shoal.forecasting.models.step_time import Composition, Rates, StepModel, StepTime, seats_of
+from shoal.planner.costs.arrays import Floats
+from shoal.planner.prediction.averaging import averaging
+from shoal.planner.prediction.seats import request_bytes, thinned
+
+FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger one is thinned to so many
+FEW = 0.5  # of the planned machines: the smaller fleet that they are compared with
+
+
+class Aggregated(StepModel):
+    """See above."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._rates = job, Rates(job)
+        seats = job.seats
+        self._messages_s = np.maximum(job.machines.delay_s, job.machines.delay_s.T)
+        self._moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
+        self._planned = sum(stage >= 0 for stage in job.stage_of)
+        # Of microbatches and of averaging, with FEW of the planned machines and with all of them
+        self.factors = ((1.0, 1.0), (1.0, 1.0))
+        self.factors = self._fitted()
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        job, rates = self._job, self._rates
+        stage_rates = rates.of_stages(rates.replica, composition, job.stages)
+        if not stage_rates.min() > 0:
+            return None
+        return self._step(composition, job.microbatches, stage_rates)
+
+    def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
+        job, rates = self._job, self._rates
+        members = composition >= 0
+        counts = np.bincount(rates.kind_of[members], minlength=len(job.machines.kinds)).astype(float)
+        weights = counts / counts.sum()
+        delay_s = float(weights @ self._messages_s @ weights)
+        microbatches_s = max(
+            microbatches / float(stage_rates.min()), self._trips_s(composition, microbatches, weights, delay_s)
+        )
+        there = counts > 0
+        farthest_s = float(self._messages_s[np.ix_(there, there)].max(axis=1) @ weights[there])
+        compute = rates.of_stages(rates.compute, composition, job.stages)
+        few, all_ = self.factors
+        more = min(max((counts.sum() / self._planned - FEW) / (1 - FEW), 0.0), 1.0)
+        of_microbatches, of_averaging = (float(low + more * (high - low)) for low, high in zip(few, all_, strict=True))
+        microbatches_s *= of_microbatches
+        return StepTime(
+            microbatches_s,
+            self._averaging_s(composition) * of_averaging + job.round_s,
+            4 * farthest_s + 2 * delay_s if counts.sum() > 1 else 0.0,
+            min(microbatches / float(compute.min()), microbatches_s),
+            tuple(stage_rates.tolist()),
+        )
+
+    def _trips_s(self, composition: Composition, microbatches: int, weights: Floats, delay_s: float) -> float:
+        """What an owner has on its way at once limits it: trips through all stages, one after the other."""
+        job, stages = self._job, self._job.stages
+        members = np.flatnonzero(composition >= 0)
+        at = composition[members]
+        own_s = job.hop_s[self._rates.kind_of[members], at]
+        compute_s = float((np.bincount(at, own_s, minlength=stages) / np.bincount(at, minlength=stages)).sum())
+        line_s = float(np.mean(1.0 / self._rates.line_Bps[self._rates.kind_of[members]]))
+        trip_s = compute_s + 2 * (2 * stages - 1) * delay_s + self._moved_bytes * line_s
+        return math.ceil(microbatches / len(members)) / job.seats.most_inflight * trip_s
+
+    def _averaging_s(self, composition: Composition) -> float:
+        """The slowest stage's reduce-scatter and all-gather, at even shares on its narrowest line."""
+        job, worst_s = self._job, 0.0
+        for stage, nbytes in enumerate(job.seats.gradient_bytes):
+            kinds = self._rates.kind_of[composition == stage]
+            if len(kinds) < 2:
+                continue
+            present = np.unique(kinds)
+            links_Bps = job.machines.bandwidth_Bps[np.ix_(present, present)]
+            # 0: the only machine of its kind has no link to another of it
+            pair_Bps = float(links_Bps[links_Bps > 0].min())
+            delay_s = float(job.machines.delay_s[np.ix_(present, present)].max())
+            line_Bps = float(self._rates.line_Bps[present].min())
+            rows = row_lengths(len(kinds))
+            held, seconds = nbytes, 0.0
+            for among in (rows[0], len(rows)) if len(rows) > 1 else rows:
+                seconds += max(held / among / pair_Bps, held * (1 - 1 / among) / line_Bps) + delay_s
+                held /= among
+            worst_s = max(worst_s, 2 * seconds)
+        return worst_s + job.seats.round_work_s
+
+    def _fitted(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What playing gives over the sums, for half of the planned fleet and for all of it, or for a fleet of the same stages and
+        shares of kinds that is small enough to play."""
+        job = self._job
+        slots = thinned(job.stage_of, job.stages, FITTED_MOST)
+        microbatches = max(1, round(job.microbatches * len(slots) / self._planned))
+        few = thinned(job.stage_of, job.stages, round(FEW * len(slots)))
+        return self._over(few, microbatches), self._over(slots, microbatches)
+
+    def _over(self, slots: list[int], microbatches: int) -> tuple[float, float]:
+        """Of the machines on these slots, which share so many microbatches."""
+        job = self._job
+        kinds = [job.machines.kind_of[slot] for slot in slots]
+        seats = msgspec.structs.replace(
+            seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches, leader=0
+        )
+        machines = job.machines.cluster(slots)
+        _, _, microbatches_s = plays_of(seats, machines)
+        composition = np.full(len(job.stage_of), -1)
+        composition[slots] = seats.stage_of
+        stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
+        rough = self._step(composition, microbatches, stage_rates)
+        averaging_s = averaging(seats, machines)[0] + seats.round_work_s
+        return (
+            microbatches_s / rough.microbatches_s,
+            averaging_s / rough_s if (rough_s := rough.averaging_s - job.round_s) > 0 else 1.0,
+        )
+
+
+class Delayed(StepModel):
+    """A model's steps with delayed updates: a step's round runs beside the next step's microbatches, on the same lines."""
+
+    def __init__(self, job: Job, model: Aggregated) -> None:
+        self._job, self._model, self._rates = job, model, Rates(job)
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        step = self._model(composition)
+        if step is None:
+            return None
+        beside_s = max(step.averaging_s + step.agreeing_s, step.averaging_s + self._line_s(composition, step))
+        return msgspec.structs.replace(
+            step, averaging_s=max(beside_s - step.microbatches_s, 0.0), agreeing_s=step.agreeing_s / 2
+        )
+
+    def _line_s(self, composition: Composition, step: StepTime) -> float:
+        """Seconds that the busiest line carries the step's microbatches."""
+        slots = np.flatnonzero(composition >= 0)
+        kinds, at = self._rates.kind_of[slots], composition[slots]
+        shares = self._rates.replica[kinds, at] / np.array(step.stage_rates)[at]
+        return float((self._job.microbatches * shares * self._rates.line_s[kinds, at]).max())
