@@ -33,9 +33,9 @@ from shoal.forecasting.churn import Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job, Patience
 from shoal.forecasting.machines import grouped
+from shoal.forecasting.models.choice import corrected
 from shoal.forecasting.models.played import Played
-from shoal.forecasting.models.step_time import MEAN_LATE
-from shoal.forecasting.models.sums import Aggregated
+from shoal.forecasting.models.step_time import MEAN_LATE, StepModel
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.sim.lines import FP32, STATE, TOKENS, LineRates, Wire
@@ -268,9 +268,13 @@ def print_spread(apart: Sequence[float]) -> None:
         print(f"one play from the median of the others: median {middle:.1f} %, worst {worst:.1f} %")
 
 
-def forecast_s(job: Job, changes: Changes, steps: int, aggregated: bool) -> float:
+def history_of(job: Job, changes: Changes) -> list[Presence]:
     first = [Presence(0.0, slot, True) for slot in range(len(job.stage_of))]
-    run = Run(job, (Aggregated if aggregated else Played)(job), [*first, *(Presence(*one) for one in changes)], 0.0)
+    return [*first, *(Presence(*one) for one in changes)]
+
+
+def forecast_s(job: Job, model: StepModel, changes: Changes, steps: int) -> float:
+    run = Run(job, model, history_of(job, changes), 0.0)
     horizon_s = 100.0
     while run.progress.step < steps:
         run.play(horizon_s, steps=steps)
@@ -286,12 +290,18 @@ def compared(seed: int, args: argparse.Namespace, apart: list[float]) -> Compare
     assert planned is not None
     changes = [] if args.calm else moments(case, planned.step_s)
     exact, forecast = list[float](), list[float]()
-    for shift in range(args.shifts if changes else 1):
-        moved = [(at + planned.step_s * shift / args.shifts, peer, joins) for at, peer, joins in changes]
+    shifts = [
+        [(at + planned.step_s * shift / args.shifts, peer, joins) for at, peer, joins in changes]
+        for shift in range(args.shifts if changes else 1)
+    ]
+    model: StepModel = Played(job)
+    if args.aggregated:
+        model = corrected(job, [history_of(job, moved) for moved in shifts], 0.0, args.steps * planned.step_s)
+    for moved in shifts:
         plays = [exact_s(case, moved, play) for play in range(args.plays)]
         apart += from_others(plays)
         exact.append(statistics.median(plays))
-        forecast.append(forecast_s(job, moved, args.steps, args.aggregated))
+        forecast.append(forecast_s(job, model, moved, args.steps))
     return Compared(case, len(changes), exact, forecast)
 
 

@@ -24,7 +24,7 @@ from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.models.sums import Aggregated
+from shoal.forecasting.models.choice import model_of
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.prediction.seats import Seats
 
@@ -59,7 +59,8 @@ def steps_of(job: Job, hours: float, *, exact: bool) -> tuple[int, int]:
     """Steps that are committed, and changes of the fleet."""
     changes = presences(Churn(record=str(RECORD)), job.machines, hours * 3600, 0)
     if not exact:
-        return forecast(job, Aggregated(job), changes, START_S, hours * 3600, 0).steps, len(changes)
+        model = model_of(job, [changes], START_S, hours * 3600)
+        return forecast(job, model, changes, START_S, hours * 3600, 0).steps, len(changes)
     run = ExactRun(job, changes, START_S, 0)
     run.play(hours * 3600)
     return run.history(0, hours * 3600).steps, len(changes)

@@ -29,8 +29,7 @@ from shoal.forecasting.exact import forecast_exact
 from shoal.forecasting.forecaster import History, forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
-from shoal.forecasting.models.choice import model_of
-from shoal.forecasting.models.sums import Aggregated
+from shoal.forecasting.models.choice import corrected, model_of
 from shoal.forecasting.summary import spread_of
 from shoal.planner.inputs.cluster import Device
 from shoal.planner.prediction.seats import Seats
@@ -124,7 +123,7 @@ def main() -> None:
         exact, forecasts = list[History](), list[History]()
         began = time.process_time()
         played = [presences(churn, job.machines, horizon_s, seed) for seed in range(args.seeds)]
-        model = Aggregated(job) if args.aggregated else model_of(job, max(map(len, played)))  # as of one seed alone
+        model = (corrected if args.aggregated else model_of)(job, played, START_S, horizon_s)
         for seed, changes in enumerate(played):
             exact.append(forecast_exact(job, changes, START_S, horizon_s, seed))
             forecasts.append(forecast(job, model, changes, START_S, horizon_s, seed))

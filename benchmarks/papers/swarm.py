@@ -234,7 +234,8 @@ def t4_job(slots: int, layers: int, staleness: int, batch: int = BATCH) -> Job:
 def t4_rate(job: Job, churn: Churn, hours: float = 6.0) -> float:
     """Samples per second of 400 T4s that are there."""
     changes = presences(churn, job.machines, hours * 3600, 0)
-    history = forecast(job, model_of(job, len(changes)), changes, churn.start_s, hours * 3600, 0)
+    model = model_of(job, [changes], churn.start_s, hours * 3600)
+    history = forecast(job, model, changes, churn.start_s, hours * 3600, 0)
     return history.steps * job.microbatches / (hours * 3600) * 400 / (sum(history.peer_hours) / hours)
 
 

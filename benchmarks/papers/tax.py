@@ -34,7 +34,7 @@ from shoal.codec import Travel
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.forecaster import History, forecast
 from shoal.forecasting.job import Job, job_of
-from shoal.forecasting.models.choice import model_of
+from shoal.forecasting.models.choice import corrected
 from shoal.forecasting.models.step_time import StepModel
 from shoal.launcher.planning.problem import problem_of
 from shoal.planner.inputs.cluster import Cluster
@@ -60,7 +60,7 @@ LOSS_MOST = 0.5  # per cent that a choice may cost
 HOURS, SEEDS, BUDGET = 24.0, 2, 10
 CENTRE_Bps, CENTRE_DELAY_S = 100e9 / 8, 50e-6
 INFLIGHT = 16
-MANY = 10**6  # compositions: rates are sums for every fleet, small ones too
+PLAYED = 8  # compositions of a plan, which its sums are corrected by
 LOCAL_STEPS = 20
 NEAR = ("Oregon", "Virginia", "Ohio", "Tokyo")  # the regions of the first of two pipelines
 # So many times the configured batch has a published run: 4 M tokens (Pythia, first release, this shape of 1.3B, trained again with 2 M:
@@ -231,7 +231,8 @@ def steady(job: Job, model: StepModel, machines: Cluster) -> float:
 
 def modelled(setting: Setting, problem: Problem, plan: Plan) -> tuple[Job, StepModel]:
     job = job_of(chosen(problem, plan), plan, setting.tree)
-    return job, model_of(job, MANY)
+    histories = [presences(setting.churn, job.machines, HOURS * 3600, seed) for seed in range(SEEDS)]
+    return job, corrected(job, histories, setting.churn.start_s, HOURS * 3600, PLAYED)
 
 
 def flops(machines: Cluster) -> float:

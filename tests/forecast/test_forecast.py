@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -22,10 +19,9 @@ from shoal.forecasting.egress import Egress
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
-from shoal.forecasting.models.choice import model_of
 from shoal.forecasting.models.played import Played
 from shoal.forecasting.models.step_time import measured
-from shoal.forecasting.models.sums import Aggregated
+from shoal.forecasting.models.sums import Sums
 from shoal.forecasting.summary import compared, summarized
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
@@ -190,18 +186,6 @@ def test_while_a_newcomer_downloads_rounds_take_what_its_sums_take() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(max(with_sums) - max(step.exchange_s), abs=1e-6)
 
 
-@pytest.mark.slow
-def test_sums_over_stages_are_near_what_is_played() -> None:
-    job = a_job(16, 4)
-    played, aggregated = Played(job), Aggregated(job)
-    for lost in ((), (3,), (0, 5), (1, 2, 7)):
-        composition = np.array(job.stage_of)
-        composition[list(lost)] = -1
-        one, other = played(composition), aggregated(composition)
-        assert one is not None and other is not None
-        assert other.step_s == pytest.approx(one.step_s, rel=0.15)
-
-
 def test_of_machines_with_unlike_lines_a_round_takes_what_the_run_measures_and_believes() -> None:
     """One line is half as wide as the others: of even shares a round would wait for it."""
     job = with_a_narrow_line(1)
@@ -209,46 +193,6 @@ def test_of_machines_with_unlike_lines_a_round_takes_what_the_run_measures_and_b
     step = Played(job)(np.array(job.stage_of))
     even_s = 2 * 4e7 * 4 / 5 / 12.5e6
     assert step is not None and step.averaging_s < 0.9 * even_s
-
-
-def test_sums_are_those_of_playing_where_all_or_half_of_the_planned_machines_are_there() -> None:
-    """Of one kind of machine, so that half of a stage passes half of it."""
-    job = a_job(16, 2)
-    sums = Aggregated(job)
-    for slots in (range(16), range(8)):
-        composition = np.full(16, -1)
-        composition[list(slots)] = np.array(job.stage_of)[list(slots)]
-        played, summed = Played(job)(composition), sums(composition)
-        assert played is not None and summed is not None
-        assert summed.microbatches_s == pytest.approx(played.microbatches_s, rel=0.02)
-
-
-def test_machines_that_are_all_unlike_need_no_link_to_themselves() -> None:
-    """A cluster file that names its pairs leaves the diagonal at 0."""
-    given = a_job(20, 2)
-    devices = tuple(Device(name="", flops=1.0 + slot, up_Bps=25e6, down_Bps=25e6) for slot in range(20))
-    off = ~np.eye(20, dtype=bool)
-    machines = Machines(devices, tuple(range(20)), 0.02 * off, 1e9 * off)
-    seconds = {name: np.repeat(getattr(given, name), 20, axis=0) for name in ("forward_s", "backward_s")}
-    job = msgspec.structs.replace(given, machines=machines, **seconds)
-    alike, unlike = (Aggregated(each)(np.array(given.stage_of)) for each in (given, job))
-    assert alike is not None and unlike is not None
-    assert unlike.averaging_s == pytest.approx(alike.averaging_s, rel=0.01)
-
-
-@pytest.mark.slow
-def test_a_large_fleet_with_delayed_updates_hides_its_averaging() -> None:
-    given = a_job(20, 2)
-    wide = msgspec.structs.replace(given.seats, gradient_bytes=(1e8,) * 2)  # half as long as is computed
-    jobs = [
-        msgspec.structs.replace(given, seats=msgspec.structs.replace(wide, staleness=staleness)) for staleness in (0, 1)
-    ]
-    composition = np.array(given.stage_of)
-    plain, delayed = (model_of(job, 1000)(composition) for job in jobs)
-    assert plain is not None and delayed is not None and plain.averaging_s > plain.microbatches_s / 3
-    played = Played(jobs[1])(composition)
-    assert played is not None
-    assert delayed.step_s < 0.8 * plain.step_s and delayed.step_s == pytest.approx(played.step_s, rel=0.15)
 
 
 def test_the_time_of_many_slots_is_that_of_their_kinds() -> None:
@@ -375,7 +319,7 @@ def test_of_a_lost_microbatch_only_the_backward_is_computed_again() -> None:
     """A forward is a third of a hop at the first stage; the last stage's hop is its backward. Where a death is not played."""
     job = a_job(8)
     for slot, part in ((2, 2 / 3), (3, 1.0)):
-        run = Run(job, Aggregated(job), always(8, Presence(1.0, slot, False)), 0.0, begun=True)
+        run = Run(job, Sums(job), always(8, Presence(1.0, slot, False)), 0.0, begun=True)
         run.play(1.0 + 1e-9)
         passed = run.progress.passed
         run.play(1.0 + noticed_s(job) + 1e-6)
@@ -438,7 +382,7 @@ def test_a_history_in_which_a_stage_lost_its_last_replica_while_a_step_was_agree
     """It repeated one moment for ever: a commit waited for the stage that nobody served, and the eviction for the commit."""
     job, churn = a_job(3, save_every=0), Churn(life_s=3600.0, away_s=1.0, start_s=0.0)
     changes = presences(churn, job.machines, 6 * HOUR_S, 961729)
-    history = forecast(job, Aggregated(job), changes, churn.start_s, 6 * HOUR_S, 0)
+    history = forecast(job, Sums(job), changes, churn.start_s, 6 * HOUR_S, 0)
     assert history.steps + history.undone_steps > 1000 and history.lost_stages > 0
 
 
@@ -510,23 +454,6 @@ def words(*more: str) -> list[str]:
         "2",
         *more,
     ]
-
-
-@pytest.mark.slow
-def test_one_digest_whatever_the_hash_seed() -> None:
-    code = (
-        "from test_forecast import *\n"
-        "job = a_job(12, 3)\n"
-        "changes = presences(Churn(record=str(RECORD)), job.machines, 6 * HOUR_S, 1)\n"
-        "print(forecast(job, Aggregated(job), changes, 60.0, 6 * HOUR_S, 1).digest)"
-    )
-    digests = []
-    for seed in ("0", "1", "2"):
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        digests.append(done.stdout.strip())
-    assert len(set(digests)) == 1 and len(digests[0]) == 16
 
 
 def test_the_report_says_that_it_is_simulated_and_what_is_left_out(

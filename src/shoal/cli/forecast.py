@@ -120,7 +120,13 @@ def _from_run(
     def tell(name: str, seed: int, now: float) -> None:
         progress(lambda: forecast_report.progress(name, seed, outlook.seeds, now, outlook.hours * 3600))
 
-    forecasts = [histories_of(job, run.fit.churn, name, outlook, partial(tell, name)) for name, job in jobs.items()]
+    def fits(name: str, played: int, of: int) -> None:
+        progress(lambda: forecast_report.fitting(name, played, of))
+
+    forecasts = [
+        histories_of(job, run.fit.churn, name, outlook, partial(tell, name), partial(fits, name))
+        for name, job in jobs.items()
+    ]
     return forecasts, forecast_report.fitted(args.from_run, run.fit, run.step, run.replayed_s)
 
 
@@ -131,7 +137,10 @@ def _forecast(outlook: Outlook, file: str | None, settings: list[str]) -> Foreca
     def tell(seed: int, now: float) -> None:
         progress(lambda: forecast_report.progress(name, seed, outlook.seeds, now, horizon_s))
 
-    return forecasted(tree, name, outlook, tell)
+    def fits(played: int, of: int) -> None:
+        progress(lambda: forecast_report.fitting(name, played, of))
+
+    return forecasted(tree, name, outlook, tell, fits)
 
 
 class _Progress:

@@ -115,5 +115,9 @@ def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def fitting(name: str, played: int, of: int) -> str:
+    return f"{name}: {played} of {of} compositions of its machines played, which seconds of a step are fitted to"
+
+
 def progress(name: str, seed: int, seeds: int, now_s: float, horizon_s: float) -> str:
     return f"{name}: seed {seed + 1} of {seeds}, {units.duration(now_s)} of {units.duration(horizon_s)} simulated"

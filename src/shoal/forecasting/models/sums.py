@@ -15,17 +15,15 @@ import numpy as np
 
 from shoal.core.allreduce.layout import row_lengths
 from shoal.forecasting.job import Job
-from shoal.forecasting.models.played import plays_of
-from shoal.forecasting.models.step_time import Composition, Rates, StepModel, StepTime, seats_of
+from shoal.forecasting.models.step_time import Composition, Rates, StepModel, StepTime
 from shoal.planner.costs.arrays import Floats
-from shoal.planner.prediction.averaging import averaging
-from shoal.planner.prediction.seats import request_bytes, thinned
+from shoal.planner.prediction.seats import request_bytes
 
 FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger one is thinned to so many
 FEW = 0.5  # of the planned machines: the smaller fleet that they are compared with
 
 
-class Aggregated(StepModel):
+class Sums(StepModel):
     """See above."""
 
     def __init__(self, job: Job) -> None:
@@ -33,20 +31,17 @@ class Aggregated(StepModel):
         seats = job.seats
         self._messages_s = np.maximum(job.machines.delay_s, job.machines.delay_s.T)
         self._moved_bytes = sum(request_bytes(seats)) + (seats.stages - 1) * (seats.boundary_bytes + seats.back_bytes)
-        self._planned = sum(stage >= 0 for stage in job.stage_of)
-        # Of microbatches and of averaging, with FEW of the planned machines and with all of them
-        self.factors = ((1.0, 1.0), (1.0, 1.0))
-        self.factors = self._fitted()
 
     def __call__(self, composition: Composition) -> StepTime | None:
         job, rates = self._job, self._rates
         stage_rates = rates.of_stages(rates.replica, composition, job.stages)
         if not stage_rates.min() > 0:
             return None
-        return self._step(composition, job.microbatches, stage_rates)
+        return self.of(composition, job.microbatches)
 
-    def _step(self, composition: Composition, microbatches: int, stage_rates: Floats) -> StepTime:
+    def of(self, composition: Composition, microbatches: int) -> StepTime:
         job, rates = self._job, self._rates
+        stage_rates = rates.of_stages(rates.replica, composition, job.stages)
         members = composition >= 0
         counts = np.bincount(rates.kind_of[members], minlength=len(job.machines.kinds)).astype(float)
         weights = counts / counts.sum()
@@ -57,13 +52,9 @@ class Aggregated(StepModel):
         there = counts > 0
         farthest_s = float(self._messages_s[np.ix_(there, there)].max(axis=1) @ weights[there])
         compute = rates.of_stages(rates.compute, composition, job.stages)
-        few, all_ = self.factors
-        more = min(max((counts.sum() / self._planned - FEW) / (1 - FEW), 0.0), 1.0)
-        of_microbatches, of_averaging = (float(low + more * (high - low)) for low, high in zip(few, all_, strict=True))
-        microbatches_s *= of_microbatches
         return StepTime(
             microbatches_s,
-            self._averaging_s(composition) * of_averaging + job.round_s,
+            self._averaging_s(composition) + job.round_s,
             4 * farthest_s + 2 * delay_s if counts.sum() > 1 else 0.0,
             min(microbatches / float(compute.min()), microbatches_s),
             tuple(stage_rates.tolist()),
@@ -101,39 +92,11 @@ class Aggregated(StepModel):
             worst_s = max(worst_s, 2 * seconds)
         return worst_s + job.seats.round_work_s
 
-    def _fitted(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """What playing gives over the sums, for half of the planned fleet and for all of it, or for a fleet of the same stages and
-        shares of kinds that is small enough to play."""
-        job = self._job
-        slots = thinned(job.stage_of, job.stages, FITTED_MOST)
-        microbatches = max(1, round(job.microbatches * len(slots) / self._planned))
-        few = thinned(job.stage_of, job.stages, round(FEW * len(slots)))
-        return self._over(few, microbatches), self._over(slots, microbatches)
-
-    def _over(self, slots: list[int], microbatches: int) -> tuple[float, float]:
-        """Of the machines on these slots, which share so many microbatches."""
-        job = self._job
-        kinds = [job.machines.kind_of[slot] for slot in slots]
-        seats = msgspec.structs.replace(
-            seats_of(job, kinds, tuple(job.stage_of[slot] for slot in slots)), microbatches=microbatches, leader=0
-        )
-        machines = job.machines.cluster(slots)
-        _, _, microbatches_s = plays_of(seats, machines)
-        composition = np.full(len(job.stage_of), -1)
-        composition[slots] = seats.stage_of
-        stage_rates = self._rates.of_stages(self._rates.replica, composition, job.stages)
-        rough = self._step(composition, microbatches, stage_rates)
-        averaging_s = averaging(seats, machines)[0] + seats.round_work_s
-        return (
-            microbatches_s / rough.microbatches_s,
-            averaging_s / rough_s if (rough_s := rough.averaging_s - job.round_s) > 0 else 1.0,
-        )
-
 
 class Delayed(StepModel):
     """A model's steps with delayed updates: a step's round runs beside the next step's microbatches, on the same lines."""
 
-    def __init__(self, job: Job, model: Aggregated) -> None:
+    def __init__(self, job: Job, model: StepModel) -> None:
         self._job, self._model, self._rates = job, model, Rates(job)
 
     def __call__(self, composition: Composition) -> StepTime | None:

@@ -46,19 +46,31 @@ def check(outlook: Outlook) -> None:
 
 
 def forecasted(
-    tree: config.Config, name: str, outlook: Outlook, tell: Callable[[int, float], None] = lambda seed, now: None
+    tree: config.Config,
+    name: str,
+    outlook: Outlook,
+    tell: Callable[[int, float], None] = lambda seed, now: None,
+    fits: Callable[[int, int], None] = lambda played, of: None,
 ) -> Forecast:
-    """`tell`: is called with the seed that is played and its time, s. ValueError: nothing fits, or no seed makes progress."""
+    """`tell`: is called with the seed that is played and its time, s; `fits` before, with how many plays of how many there are that the
+    seconds of a step are fitted to. ValueError: nothing fits, or no seed makes progress."""
     check(outlook)
     churn = churns.load(outlook.churn) if outlook.churn else Churn()
-    return histories_of(_job(outlook, tree), churn, name, outlook, tell)
+    return histories_of(_job(outlook, tree), churn, name, outlook, tell, fits)
 
 
-def histories_of(job: Job, churn: Churn, name: str, outlook: Outlook, tell: Callable[[int, float], None]) -> Forecast:
+def histories_of(
+    job: Job,
+    churn: Churn,
+    name: str,
+    outlook: Outlook,
+    tell: Callable[[int, float], None],
+    fits: Callable[[int, int], None],
+) -> Forecast:
     """All seeds of one job."""
     horizon_s = outlook.hours * 3600
     histories = [presences(churn, job.machines, horizon_s, seed) for seed in range(outlook.seeds)]
-    model = model_of(job, sum(map(len, histories)))
+    model = model_of(job, [] if outlook.exact else histories, churn.start_s, horizon_s, fits)
     planned = model(np.array(job.stage_of))
     assert planned is not None, "a plan serves every stage"
     if planned.step_s > horizon_s:

@@ -53,7 +53,7 @@ class PlayWithDeath(Play):
 
     @property
     def _done(self) -> bool:
-        return self._told == len(self._living) and not self._progress.left
+        return not self._progress.left and self._told == len(self._living)
 
     # ------------------------------------------------------------------------------------------------------------ its end
 

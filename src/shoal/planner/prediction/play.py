@@ -293,19 +293,19 @@ def played(
     long one up, and as many that are timed."""
     if seats.microbatches <= LONGEST:
         return _timed(Play(seats, cluster, rng, spread), seats.microbatches, ROUNDS_LEAST if spread else 1)
-    longest = _longest(seats)
+    most = longest(seats)
     least = settled if len(seats.members) <= SETTLED_MOST else 1
-    if seats.microbatches <= longest:
+    if seats.microbatches <= most:
         return _timed(Play(seats, cluster, rng, spread), seats.microbatches, least)
-    whole_s, used = _timed(Play(seats, cluster, rng, spread), longest, least)
-    half_s, _ = _timed(Play(seats, cluster, rng, spread), longest // 2, least)
-    more = (seats.microbatches - longest) / (longest - longest // 2)
-    scale = seats.microbatches / longest
+    whole_s, used = _timed(Play(seats, cluster, rng, spread), most, least)
+    half_s, _ = _timed(Play(seats, cluster, rng, spread), most // 2, least)
+    more = (seats.microbatches - most) / (most - most // 2)
+    scale = seats.microbatches / most
     extended = Used(used.compute_s * scale, used.up_s * scale, used.down_s * scale, used.sent_bytes * scale)
     return whole_s + more * (whole_s - half_s), extended
 
 
-def _longest(seats: Seats) -> int:
+def longest(seats: Seats) -> int:
     """Microbatches of a step that are played at most."""
     wanted = 2 * WINDOWS * min(seats.inflight or WIDEST, WIDEST) * len(seats.members)
     return max(LONGEST, min(wanted, MOST_PLAYED))

@@ -1,0 +1,179 @@
+"""The step-time model of larger fleets and long horizons: sums over stages (sums.py), corrected by plays of the run's own compositions.
+
+Who serves what is known without a step's exact seconds: a rehearsal with sums gives the compositions, and for how long each is there.
+Some of them, spread evenly over that time, are played (samples.py). What a play takes over the sum is fitted: of a composition by how many
+machines it has, how many stages are about as thin as the thinnest, and which that is; of a death by the slower rest of its step and by
+what that machine had done of it; of an entry by the quicker rest. So errors are around zero where this run is, whatever single plays do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from shoal.forecasting.job import Job
+from shoal.forecasting.models.samples import Sample, planned, sample
+from shoal.forecasting.models.step_time import Composition, StepModel, StepTime
+from shoal.forecasting.models.sums import Sums
+from shoal.planner.costs.arrays import Floats
+
+RIDGE = 1.0  # of slopes of features with a deviation of 1: of few samples they are held back
+THIN = 6  # a stage that passes a tenth more than the thinnest counts a bit more than half as much
+
+
+class Fit(msgspec.Struct, frozen=True, eq=False):
+    """A ridge regression: the mean, and what each feature adds."""
+
+    mean: float
+    centre: Floats
+    slopes: Floats
+
+    def __call__(self, features: Sequence[float] | Floats) -> float:
+        return self.mean + float((np.asarray(features) - self.centre) @ self.slopes)
+
+
+def fitted(features: Sequence[Sequence[float] | Floats], values: Sequence[float]) -> Fit:
+    """To values with these features. A feature that all have alike adds nothing."""
+    table, wanted = np.array(features, float), np.array(values, float)
+    centre, mean = table.mean(axis=0), float(wanted.mean())
+    deviation = table.std(axis=0)
+    scale = np.where(deviation > 1e-12, deviation, np.inf)
+    table = (table - centre) / scale
+    slopes = np.linalg.solve(table.T @ table + RIDGE * np.eye(table.shape[1]), table.T @ (wanted - mean))
+    return Fit(mean, centre, slopes / scale)
+
+
+class Corrected(StepModel):
+    def __init__(
+        self, job: Job, compositions: Sequence[Composition], tell: Callable[[int], None] = lambda played: None
+    ) -> None:
+        """`compositions`: that are played, beside the planned one. `tell`: is called with how many have been."""
+        self._job, self._sums = job, Sums(job)
+        self._stage_of = np.array(job.stage_of)
+        self._seats = int((self._stage_of >= 0).sum())
+        about_s = self._sums.of(self._stage_of, job.microbatches).microbatches_s
+        first, later = planned(job, about_s)
+        self._first, self._later = self._ratios(first), self._ratios(later)  # of all planned machines
+        samples = list[Sample]()
+        for number, composition in enumerate(compositions):
+            about_s = self._sums.of(composition, job.microbatches).microbatches_s
+            samples.append(sample(job, composition, about_s, number))
+            tell(number + 1)
+        self._microbatches, self._averaging = self._of_compositions(samples or [later])
+        self._death, self._entry = (self._of_changes(samples, enters) for enters in (False, True))
+
+    def __call__(self, composition: Composition) -> StepTime | None:
+        time = self._sums(composition)
+        if time is not None and np.array_equal(composition, self._stage_of):
+            return self._times(time, *self._later)
+        return self._fitted(composition)
+
+    def first(self, composition: Composition) -> StepTime | None:
+        time = self._sums(composition)
+        if time is None or not np.array_equal(composition, self._stage_of):
+            return self(composition)
+        return self._times(time, *self._first)
+
+    def with_death(
+        self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
+    ) -> float | None:
+        before = (self.first if first else self)(composition)
+        if self._death is None or before is None:
+            return None
+        features = self._death_features(composition, slot, at_s / before.microbatches_s)
+        return max(before.microbatches_s + sum(features) + self._death(features), evicted_s) if features else None
+
+    def with_entry(self, composition: Composition, slots: Sequence[int], at_s: float) -> float | None:
+        before = self(_without(composition, slots))
+        if self._entry is None or before is None:
+            return None
+        features = self._entry_features(composition, slots, at_s / before.microbatches_s)
+        return max(before.microbatches_s - sum(features) + self._entry(features), at_s) if features else None
+
+    def _fitted(self, composition: Composition) -> StepTime | None:
+        time = self._sums(composition)
+        if time is None:
+            return None
+        features = self._features(composition, time)
+        return self._times(time, self._microbatches(features), self._averaging(features))
+
+    def _times(self, time: StepTime, microbatches: float, averaging: float) -> StepTime:
+        """Logarithms of factors of both."""
+        round_s, microbatches_s = self._job.round_s, time.microbatches_s * math.exp(microbatches)
+        return msgspec.structs.replace(
+            time,
+            microbatches_s=microbatches_s,
+            averaging_s=(time.averaging_s - round_s) * math.exp(averaging) + round_s,
+            compute_s=min(time.compute_s, microbatches_s),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- features
+
+    def _features(self, composition: Composition, time: StepTime) -> Floats:
+        """How many machines of the planned, how many stages are about as thin as the thinnest, and which that is."""
+        rates = np.array(time.stage_rates)
+        members = math.log((composition >= 0).sum() / self._seats)
+        thin = math.log(((rates.min() / rates) ** THIN).sum())
+        return np.array([members, thin, *(np.arange(1, len(rates)) == rates.argmin())])
+
+    def _death_features(self, composition: Composition, slot: int, passed: float) -> tuple[float, ...]:
+        """Seconds by which the rest of the step is slower without it, and that its replica had worked for. (): where it is the last."""
+        before, after = self._fitted(composition), self._fitted(_without(composition, [slot]))
+        if before is None or after is None:
+            return ()
+        passed = min(passed, 1.0)
+        share = 1 / int((composition == composition[slot]).sum())
+        slower_s = (1 - passed) * (after.microbatches_s - before.microbatches_s)
+        return slower_s, share * passed * before.microbatches_s
+
+    def _entry_features(self, composition: Composition, slots: Sequence[int], passed: float) -> tuple[float, ...]:
+        """Seconds by which the rest of the step is shorter with them."""
+        before, after = self._fitted(_without(composition, slots)), self._fitted(composition)
+        if before is None or after is None:
+            return ()
+        return ((1 - min(passed, 1.0)) * (before.microbatches_s - after.microbatches_s),)
+
+    # ----------------------------------------------------------------------------------------------------------- fits
+
+    def _of_compositions(self, samples: Sequence[Sample]) -> tuple[Fit, Fit]:
+        features = [
+            self._features(one.composition, self._sums.of(one.composition, one.microbatches)) for one in samples
+        ]
+        ratios = [self._ratios(one) for one in samples]
+        microbatches, averaging = ([each[part] for each in ratios] for part in (0, 1))
+        return fitted(features, microbatches), fitted(features, averaging)
+
+    def _ratios(self, played: Sample) -> tuple[float, float]:
+        """Logarithms of played seconds over summed ones: of microbatches, and of averaging."""
+        time = self._sums.of(played.composition, played.microbatches)
+        averaging_s = time.averaging_s - self._job.round_s
+        return (
+            math.log(played.microbatches_s / time.microbatches_s),
+            math.log(played.averaging_s / averaging_s) if averaging_s > 0 < played.averaging_s else 0.0,
+        )
+
+    def _of_changes(self, samples: Sequence[Sample], enters: bool) -> Fit | None:
+        """Of seconds by which a step with a change is longer than by its features. None: no such change was played."""
+        features, seconds = [], []
+        for one in samples:
+            change = one.change
+            if change is None or change.enters != enters:
+                continue
+            if enters:
+                known = self._entry_features(change.composition, [change.slot], change.passed)
+            else:
+                known = self._death_features(change.composition, change.slot, change.passed)
+            # Of a thinned fleet: the same machines with as many microbatches as they have in the fleet
+            known = tuple(each * one.microbatches / self._job.microbatches for each in known)
+            features.append(known)
+            seconds.append(change.longer_s + (sum(known) if enters else -sum(known)))
+        return fitted(features, seconds) if seconds else None
+
+
+def _without(composition: Composition, slots: Sequence[int]) -> Composition:
+    others = composition.copy()
+    others[list(slots)] = -1
+    return others

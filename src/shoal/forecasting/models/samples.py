@@ -1,0 +1,130 @@
+"""Plays of single compositions, each with a death or an entry in the middle of a step: what sums are corrected by (corrected.py)."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import msgspec
+import numpy as np
+
+from shoal.core.messages import TURNS
+from shoal.forecasting.crew import EVICTION_DELAYS
+from shoal.forecasting.job import Job
+from shoal.forecasting.models.played import FEW_PLAYS, SPREAD, WARM
+from shoal.forecasting.models.step_time import Composition, seats_of
+from shoal.planner.inputs.cluster import Cluster
+from shoal.planner.prediction.averaging import averaging
+from shoal.planner.prediction.deaths import Death, PlayWithDeath
+from shoal.planner.prediction.entries import PlayWithEntry
+from shoal.planner.prediction.play import LONGEST, Play, longest, played
+from shoal.planner.prediction.seats import Seats, paced, thinned
+
+LARGEST = 128  # machines of a sample: a larger fleet is thinned to so many
+TIMED = 2  # steps, after WARM
+STEPS = WARM + TIMED + 1  # of a sample, the last one with its change
+
+
+class Change(msgspec.Struct, frozen=True, eq=False):
+    """A machine that dies or begins to serve in the middle of a step."""
+
+    composition: Composition  # with that machine
+    slot: int  # its own
+    enters: bool
+    passed: float  # the part of the step before it
+    longer_s: float  # the step, than one without that change
+
+
+class Sample(msgspec.Struct, frozen=True, eq=False):
+    """Steps of so many microbatches with that composition, as they are played."""
+
+    composition: Composition
+    microbatches: int
+    microbatches_s: float
+    averaging_s: float
+    change: Change | None = None  # None: there is no stage with two replicas, or a step is too long to be played whole
+
+
+def sample(job: Job, composition: Composition, about_s: float, number: int) -> Sample:
+    """`about_s`: what the composition's microbatches take by sums. Every second number has an entry, the others a death."""
+    rng = np.random.default_rng(number)
+    whole, microbatches = thin(job, composition)
+    slots = np.flatnonzero(whole >= 0)
+    spare = [device for device, slot in enumerate(slots) if (whole == whole[slot]).sum() > 1]
+    seats, cluster = _seated(job, whole, microbatches, about_s)
+    plays_change = bool(spare) and job.stages > 1 and not job.seats.staleness and microbatches <= longest(seats)
+    if not plays_change:
+        return Sample(whole, microbatches, played(seats, cluster, rng, SPREAD)[0], _averaging_s(seats, cluster))
+    device, passed = spare[int(rng.integers(len(spare)))], float(rng.random())
+    slot = int(slots[device])
+    if not number % 2:
+        play = PlayWithDeath(seats, cluster, rng, SPREAD)
+        settled_s, start = _settled(play, microbatches)
+        dies_s = seats.applied_s + passed * settled_s
+        evicted_s = dies_s + job.patience.detection_s + EVICTION_DELAYS * job.delay_s
+        ends_s = play.through(microbatches, start, Death(device, dies_s, evicted_s)) - start - play.view_s
+        change = Change(whole, slot, False, passed, ends_s - settled_s)
+        return Sample(whole, microbatches, settled_s, _averaging_s(seats, cluster), change)
+    turns = tuple(TURNS if each == device else known for each, known in enumerate(seats.turns))  # it is not measured
+    entry = PlayWithEntry(msgspec.structs.replace(seats, turns=turns), cluster, rng, SPREAD, (device,))
+    settled_s, start = _settled(entry, microbatches)
+    ends_s = entry.through(microbatches, start, seats.applied_s + passed * settled_s) - start - entry.view_s
+    others = whole.copy()
+    others[slot] = -1
+    change = Change(whole, slot, True, passed, ends_s - settled_s)
+    return Sample(others, microbatches, settled_s, _averaging_s(*_seated(job, others, microbatches, about_s)), change)
+
+
+def planned(job: Job, about_s: float) -> tuple[Sample, Sample]:
+    """A run's first step with all planned machines, and later ones. In the first, owners know no replica yet, and the leader no line where
+    no tensor has been sent."""
+    whole, microbatches = thin(job, np.array(job.stage_of))
+    seats, cluster = _seated(job, whole, microbatches, about_s)
+    averaging_s = _averaging_s(seats, cluster)
+    if microbatches > longest(seats):
+        later = Sample(whole, microbatches, played(seats, cluster, np.random.default_rng(0), SPREAD)[0], averaging_s)
+        return later, later
+    even = msgspec.structs.replace(seats, turns=())
+    if job.stages == 1:
+        even = msgspec.structs.replace(even, line_rates=job.seats.line_rates)
+    rngs = [np.random.default_rng(number) for number in range(FEW_PLAYS if microbatches <= LONGEST else 1)]
+    firsts = [Play(even, cluster, rng, SPREAD) for rng in rngs]
+    first_s = fmean(play.run(microbatches, 0.0) - play.view_s for play in firsts)
+    later_s = fmean(_settled(Play(seats, cluster, rng, SPREAD), microbatches)[0] for rng in rngs)
+    return (
+        Sample(whole, microbatches, first_s, _averaging_s(even, cluster)),
+        Sample(whole, microbatches, later_s, averaging_s),
+    )
+
+
+def thin(job: Job, composition: Composition) -> tuple[Composition, int]:
+    """With LARGEST machines at most, and as many microbatches for each of them."""
+    kept = thinned(tuple(composition.tolist()), job.stages, LARGEST)
+    whole = np.full_like(composition, -1)
+    whole[kept] = composition[kept]
+    return whole, max(1, round(job.microbatches * len(kept) / int((composition >= 0).sum())))
+
+
+def _seated(job: Job, composition: Composition, microbatches: int, about_s: float) -> tuple[Seats, Cluster]:
+    """Machines that serve another stage than planned hold no seat; the founder has the first one."""
+    slots = np.flatnonzero(composition >= 0).tolist()
+    stage_of = tuple(composition[slots].tolist())
+    seats = seats_of(job, [job.machines.kind_of[slot] for slot in slots], stage_of)
+    unseated = tuple(at for at, slot in enumerate(slots) if stage_of[at] != job.stage_of[slot])
+    seats = msgspec.structs.replace(seats, unseated=unseated, microbatches=microbatches)
+    seats = msgspec.structs.replace(seats, leader=seats.seated[0])
+    return paced(seats, seats.line_rates, about_s), job.machines.cluster(slots)
+
+
+def _settled(play: Play, microbatches: int) -> tuple[float, float]:
+    """Seconds of a step's microbatches, and when the next step begins."""
+    start = 0.0
+    for _ in range(WARM):
+        start = play.run(microbatches, start)
+    began_s = start
+    for _ in range(TIMED):
+        start = play.run(microbatches, start)
+    return (start - began_s) / TIMED - play.view_s, start
+
+
+def _averaging_s(seats: Seats, cluster: Cluster) -> float:
+    return averaging(seats, cluster)[0] + seats.round_work_s
