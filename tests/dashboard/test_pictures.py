@@ -13,7 +13,7 @@ from shoal.cli import main as program
 from shoal.dashboard import pictures
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.profile import Shape, Work
-from shoal.planner.prediction import play
+from shoal.planner.prediction import timed
 from shoal.planner.prediction.play import Bar
 from shoal.planner.strategy import strategy
 from shoal.planner.strategy.plan import Plan
@@ -30,7 +30,7 @@ def drawn() -> tuple[Plan, Cluster, tuple[Bar, ...]]:
     cluster = Cluster(devices, np.full((5, 5), 0.01), np.full((5, 5), 1e8))
     problem = Problem(shape=SHAPE, work=WORK, cluster=cluster)
     plan = strategy.decide(problem, np.random.default_rng(0), 0, 2)
-    return plan, cluster, play.timeline(as_planned(problem, plan), cluster, np.random.default_rng(0))
+    return plan, cluster, timed.timeline(as_planned(problem, plan), cluster, np.random.default_rng(0))
 
 
 def test_a_timeline_has_every_hop_once_and_no_peer_computes_two_at_a_time(

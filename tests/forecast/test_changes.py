@@ -17,9 +17,10 @@ NEWCOMER = 6  # at the stage that takes longest
 
 
 def long(inflight: int) -> Job:
-    """Steps of some 20 s, of which each owner has so many microbatches on their way."""
+    """Steps of some 20 s, of which each owner has so many microbatches on their way; no queue is full."""
     job = a_job(8)
-    return msgspec.structs.replace(job, seats=msgspec.structs.replace(job.seats, microbatches=96, inflight=inflight))
+    seats = msgspec.structs.replace(job.seats, microbatches=96, inflight=inflight, queue_limit=96)
+    return msgspec.structs.replace(job, seats=seats)
 
 
 def step_s(job: Job, asks_s: float) -> float:

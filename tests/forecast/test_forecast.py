@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal import config
 from shoal.cli.main import main
 from shoal.core.messages import TURNS
 from shoal.forecasting import churn as churns
@@ -16,6 +17,7 @@ from shoal.forecasting.arrivals import Arrivals
 from shoal.forecasting.churn import Churn, Presence, presences
 from shoal.forecasting.crew import EVICTION_DELAYS, LOADED_DELAYS, Crew
 from shoal.forecasting.egress import Egress
+from shoal.forecasting.exact import case_of
 from shoal.forecasting.forecaster import OPENING, History, Parts, Run, forecast
 from shoal.forecasting.job import CHUNK_BYTES, Job
 from shoal.forecasting.machines import Machines, grouped
@@ -23,6 +25,8 @@ from shoal.forecasting.models.played import Played
 from shoal.forecasting.models.step_time import measured
 from shoal.forecasting.models.sums import Sums
 from shoal.forecasting.summary import compared, summarized
+from shoal.launcher.planning import forecasting as planning
+from shoal.launcher.planning.forecasting import Outlook
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction.seats import Seats
 from shoal.planner.prediction.step import predict
@@ -454,6 +458,12 @@ def words(*more: str) -> list[str]:
         "2",
         *more,
     ]
+
+
+def test_both_speeds_know_the_room_that_a_run_gives_its_replicas(there: Path) -> None:
+    tree = config.load(LAB, ["run.queue_limit=3"])
+    job = planning._job(Outlook(cluster=str(there / "cluster.toml")), tree)
+    assert job.seats.queue_limit == case_of(job, 2, 0).settings.queue_limit == 3
 
 
 def test_the_report_says_that_it_is_simulated_and_what_is_left_out(

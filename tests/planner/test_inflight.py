@@ -16,7 +16,7 @@ from shoal.dashboard import plan_report
 from shoal.launcher.planning import plan_settings
 from shoal.planner.inputs import memory
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction import play
+from shoal.planner.prediction import timed
 from shoal.planner.prediction.seats import Seats, thinned
 from shoal.planner.prediction.step import Step, predict
 from shoal.planner.strategy import choices, inflight, plan, pricing, relaxing, strategy
@@ -188,7 +188,7 @@ def test_a_long_step_is_as_long_as_when_all_of_it_is_played(monkeypatch: pytest.
         inflight=16,
     )
     steps = []
-    for longest in (play.LONGEST, 512):
-        monkeypatch.setattr(play, "LONGEST", longest)
-        steps.append(play.played(seats, cluster, np.random.default_rng(0))[0])
+    for longest in (timed.LONGEST, 512):
+        monkeypatch.setattr(timed, "LONGEST", longest)
+        steps.append(timed.played(seats, cluster, np.random.default_rng(0))[0])
     assert steps[0] == pytest.approx(steps[1], rel=0.03)

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.messages import PASSED, TURNS, BoundaryTensor, Forward, rank
 from shoal.planner.inputs.cluster import Cluster, Device
-from shoal.planner.prediction import averaging, play
+from shoal.planner.prediction import averaging, play, timed
 from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats, handed_bytes, paced, request_bytes
@@ -240,7 +240,7 @@ def test_the_rough_formula_is_near_what_is_played() -> None:
 def test_a_long_step_is_extended_from_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     given = seats((0, 1, 0, 1), microbatches=192)
     whole = predicted(given, lines(4))
-    monkeypatch.setattr(play, "LONGEST", 96)
+    monkeypatch.setattr(timed, "LONGEST", 96)
     assert predicted(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
 
 

@@ -37,7 +37,7 @@ from shoal.launcher.planning.problem import problem_of
 from shoal.model import remote
 from shoal.planner.costs import communication
 from shoal.planner.inputs import cluster
-from shoal.planner.prediction import play
+from shoal.planner.prediction import timed
 from shoal.planner.search import anneal, dtfm, greedy, placements
 from shoal.planner.strategy import choices, plan, relaxing, strategy
 from shoal.planner.strategy.pricing import as_planned
@@ -198,7 +198,7 @@ def _draw(decided: plan.Plan, problem: Problem, folder: Path) -> None:
     from shoal.dashboard import pictures  # matplotlib: only who draws waits for it
 
     folder.mkdir(parents=True, exist_ok=True)
-    bars = play.timeline(as_planned(problem, decided), problem.cluster, np.random.default_rng(0))
+    bars = timed.timeline(as_planned(problem, decided), problem.cluster, np.random.default_rng(0))
     pictures.plan_map(decided, problem.cluster, folder / "map")
     pictures.gantt(bars, decided, problem.cluster, folder / "timeline")
     (folder / "timeline.perfetto.json").write_bytes(pictures.perfetto(bars, decided, problem.cluster))

@@ -365,6 +365,7 @@ def case_of(job: Job, peers: int, seed: int) -> Case:
         steps=int(job.steps) if math.isfinite(job.steps) else 1 << 40,
         peers=peers,
         inflight=seats.inflight,
+        queue_limit=seats.queue_limit,
         probation=0,  # its machines come by their owner's invite, not as strangers
         save_every=job.save_every,
         save_last=False,

@@ -182,6 +182,7 @@ def _seats(recorded: Recorded, stage_of: tuple[int, ...], forward_s: Floats, bac
         returned_bytes=usual["gradient"],
         staleness=settings.staleness,
         routes=_routes(settings, stage_of),
+        queue_limit=settings.queue_limit,
     )
 
 

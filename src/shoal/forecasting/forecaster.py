@@ -1,10 +1,10 @@
 """Plays a long run without its messages: one history of machines that come and go, from a seed.
 
 Between two events the step that is trained advances at the rate of those who serve (models/). A death costs what it costs a real run,
-as the model plays it. Where it plays none: its part of all requests waits until it is evicted, its books of the step are computed again by
-its stage's others, beside the step's work where they have time left. Its stage's exchange of a round that was open begins again, those of
-other stages go on; the last replica of a stage sends everybody back to the newest checkpoint.
-Who joins, where, and who moves is crew.py's. Not in it: lost messages, slow or hostile peers, full queues and stores.
+as the model plays it or is fitted to plays. Where it is neither: its part of all requests waits until it is evicted, its books of the
+step are computed again by its stage's others, beside the step's work where they have time left. Its stage's exchange of a round that was
+open begins again, those of other stages go on; the last replica of a stage sends everybody back to the newest checkpoint.
+Who joins, where, and who moves is crew.py's. Not in it: lost messages, slow or hostile peers, full stores.
 """
 
 from __future__ import annotations

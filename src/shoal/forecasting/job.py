@@ -88,7 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def job_of(problem: Problem, plan: Plan, config: Config) -> Job:
     """That plan, run as the configuration says."""
-    seats = as_planned(problem, plan)
+    seats = msgspec.structs.replace(as_planned(problem, plan), queue_limit=config.run.queue_limit)
     machines = grouped(problem.cluster)
     emulated = problem.emulated_s > 0
     forward_s, backward_s = (_by_kind(each, seats, machines, emulated) for each in (seats.forward_s, seats.backward_s))

@@ -16,10 +16,12 @@ from shoal.forecasting.models.step_time import MEAN_LATE, Composition, Rates, St
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging_ends
 from shoal.planner.prediction.deaths import Death, PlayWithDeath
+from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
-from shoal.planner.prediction.play import LONGEST, Play
+from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats, paced
 from shoal.planner.prediction.step import Step, predict
+from shoal.planner.prediction.timed import LONGEST
 
 PLAYED_MOST = 32  # machines of a fleet whose steps are all played
 # Of each composition: single plays differ by 3 % in who is asked first, and their mean from every message by 1 %
@@ -149,7 +151,7 @@ class Played(StepModel):
         if later is None or not self._as_planned(composition) or job.microbatches > LONGEST:
             return later
         seats, cluster = self._unmeasured(), job.machines.cluster(list(range(len(composition))))
-        plays = [Play(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
+        plays = [PlayWithDetours(seats, cluster, np.random.default_rng(seed), SPREAD) for seed in range(PLAYS)]
         microbatches_s = _warmed(job, plays, lambda play, start: play.run(job.microbatches, start), warm=0)
         exchange_s = self._exchange_s(seats, cluster)
         return msgspec.structs.replace(

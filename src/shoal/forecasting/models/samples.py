@@ -15,9 +15,11 @@ from shoal.forecasting.models.step_time import Composition, seats_of
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging
 from shoal.planner.prediction.deaths import Death, PlayWithDeath
+from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
-from shoal.planner.prediction.play import LONGEST, Play, longest, played
+from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats, paced, thinned
+from shoal.planner.prediction.timed import LONGEST, longest, played
 
 LARGEST = 128  # machines of a sample: a larger fleet is thinned to so many
 TIMED = 2  # steps, after WARM
@@ -87,9 +89,9 @@ def planned(job: Job, about_s: float) -> tuple[Sample, Sample]:
     if job.stages == 1:
         even = msgspec.structs.replace(even, line_rates=job.seats.line_rates)
     rngs = [np.random.default_rng(number) for number in range(FEW_PLAYS if microbatches <= LONGEST else 1)]
-    firsts = [Play(even, cluster, rng, SPREAD) for rng in rngs]
+    firsts = [PlayWithDetours(even, cluster, rng, SPREAD) for rng in rngs]
     first_s = fmean(play.run(microbatches, 0.0) - play.view_s for play in firsts)
-    later_s = fmean(_settled(Play(seats, cluster, rng, SPREAD), microbatches)[0] for rng in rngs)
+    later_s = fmean(_settled(PlayWithDetours(seats, cluster, rng, SPREAD), microbatches)[0] for rng in rngs)
     return (
         Sample(whole, microbatches, first_s, _averaging_s(even, cluster)),
         Sample(whole, microbatches, later_s, averaging_s),

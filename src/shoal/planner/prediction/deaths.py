@@ -13,9 +13,10 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, NextHop, Progress, new_microbatch, plan
+from shoal.core.trainer.microbatch import Hop, Kind, Microbatch, Progress, new_microbatch
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.play import FIRST_VIEW, GRADIENT, OUTPUT, TOKENS, Play
+from shoal.planner.prediction.detours import PlayWithDetours
+from shoal.planner.prediction.play import FIRST_VIEW, GRADIENT, TOKENS
 from shoal.planner.prediction.seats import Seats
 
 REFUSED_S = 0.05  # until a sender knows that nobody is there
@@ -29,7 +30,7 @@ class Death(msgspec.Struct, frozen=True):
     evicted_s: float
 
 
-class PlayWithDeath(Play):
+class PlayWithDeath(PlayWithDetours):
     """`through` plays the step with the death; `run` before it those that warm up."""
 
     def __init__(self, seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float) -> None:
@@ -38,18 +39,24 @@ class PlayWithDeath(Play):
         self._dead, self._evicted = -1, True
         self._told = len(self._members)  # owners that have the view without it
         self._booked: dict[tuple[int, int], int] = {}  # microbatch, stage: where
-        # What its next hop reads and has not got: who sends it, and what it is
-        self._coming: dict[Microbatch, list[tuple[int, str]]] = {}
+        self._refused = set[int]()  # owners that learn soon that it cannot be reached
 
     def through(self, microbatches: int, start: float, death: Death) -> float:
         """When the leader knows that all is booked by those who live."""
         self._evicted, self._told = False, 0
         self._died_s, evicted_s = start + death.at_s, start + death.evicted_s
         self._booked.clear()
+        self._refused.clear()
         self._coming.clear()
+        for asked in self._asked.values():
+            asked.clear()
         self._at(self._died_s, partial(self._die, death.device))
         self._at(evicted_s, self._evict)
         return max(self.run(microbatches, start), evicted_s)
+
+    @property
+    def _straight(self) -> bool:
+        return super()._straight and self._dead < 0
 
     @property
     def _done(self) -> bool:
@@ -71,6 +78,10 @@ class PlayWithDeath(Play):
             self._hand_over(m, living[index % len(living)], leader, now)
         for server in self._servers.values():
             server.queue = sorted(one for one in server.queue if one[2] != self._dead)
+        gone = set(self._owners[self._dead].owned.held.values())
+        for asked in self._asked.values():
+            for m in gone & asked.keys():
+                del asked[m]
         for owner in living:
             self._at(self.lines.control(leader, owner, now), partial(self._on_view, owner))
 
@@ -104,8 +115,9 @@ class PlayWithDeath(Play):
         mine.owned.lose_bookings({member.peer: member.stage for member in members})
         self._progress.left += sum(m.progress is not Progress.FINISHED for m in finished)
         for m in list(mine.owned.active.values()):
-            assert m.hop is not None
-            lost = [tensor for source, tensor in self._coming.get(m, ()) if source == self._dead]
+            if m.hop is None:  # it waits until a replica has room
+                continue
+            lost = [one.tensor for one in self._coming.get(m, ()) if one.source == self._dead]
             if m.hop.peer != str(self._dead):
                 if not lost:
                     continue
@@ -118,6 +130,7 @@ class PlayWithDeath(Play):
     def _unreachable(self, owner: int, now: float) -> None:
         """Forwards go elsewhere. A backward may have arrived: it waits for the view."""
         dead = str(self._dead)
+        self._refused.discard(owner)
         self._owners[owner].routes.failed(dead, now)
         for m in list(self._owners[owner].owned.active.values()):
             if m.hop is not None and m.hop.peer == dead and m.hop.kind is Kind.FORWARD:
@@ -137,7 +150,8 @@ class PlayWithDeath(Play):
                 return  # it had not left its line
             if not self._lost(target, then):
                 act(then)
-            elif not self._evicted:
+            elif not self._evicted and source not in self._refused:
+                self._refused.add(source)
                 self._at(then + REFUSED_S + self.lines.delay_s(target, source), partial(self._unreachable, source))
 
         if not self._lost(source, now):
@@ -155,79 +169,6 @@ class PlayWithDeath(Play):
             self._booked[m.index, hop.stage] = peer
         super()._computed(owner, m, hop, now)
 
-    def _hand_on(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
-        self._comes(owner, m, None, (int(hop.peer), output), int(hop.to), now)
-
-    def _comes(self, owner: int, m: Microbatch, hop: Hop | None, what: tuple[int, str], peer: int, now: float) -> None:
-        """A tensor that `hop` reads, or the next one, leaves for that peer."""
-
-        def arrives(then: float) -> None:
-            if what in self._coming.get(m, ()) and hop in (None, m.hop):
-                self._coming[m].remove(what)
-                self._arrived(owner, m, then)
-
-        if hop is None:
-            self._coming.setdefault(m, []).append(what)
-        self._send(what[0], peer, (what[1],), now, arrives)
-
-    def _answered(self, owner: int, m: Microbatch, hop: Hop, output: str, now: float) -> None:
-        if m.hop is hop:
-            super()._answered(owner, m, hop, output, now)
-
-    # ---------------------------------------------------------------------------------------------------------- what is next
-
     def _advance(self, owner: int, m: Microbatch, now: float) -> None:
-        """Where the replica has not been sent what it needs, it asks for it."""
-        want = plan(m)
-        if self._lost(owner, now):
-            return
-        if self._dead < 0 or want.kind is Kind.FINISHED:
+        if not self._lost(owner, now):
             super()._advance(owner, m, now)
-            return
-        mine = self._owners[owner]
-        active = mine.owned.active.values()
-        if want.kind is Kind.RECALL:
-            peer = m.booked[want.stage]
-        else:
-            peer = mine.choice.peer(m, want, active, now)
-        assert peer, "nobody is ever busy here, and a stage's last replica is not banned"
-        if peer != m.next:
-            self._progress.lacks[m] = 1
-            self._coming.pop(m, None)
-        mine.choice.hop(m, want, peer, active, now)
-        hop = m.hop
-        assert hop is not None
-        absent = self._absent(m, want, peer)
-        self._coming.setdefault(m, []).extend(absent)
-        self._progress.lacks[m] += len(absent)
-        self._send(owner, int(peer), m.inputs(), now, lambda then: self._asked(owner, m, hop, absent, then))
-
-    def _absent(self, m: Microbatch, want: NextHop, peer: str) -> list[tuple[int, str]]:
-        """Tensors that this hop reads and its replica has not: who holds them, and what they are."""
-        stage, absent = want.stage, []
-        if want.kind is Kind.RECALL:
-            return []
-        if stage > 0 and peer not in m.x[stage]:
-            absent.append((int(m.x[stage][0]), OUTPUT))
-        if want.kind is Kind.BACKWARD and stage < len(m.g) - 1 and peer not in m.g[stage]:
-            absent.append((int(m.g[stage][0]), GRADIENT))
-        return absent
-
-    def _asked(self, owner: int, m: Microbatch, hop: Hop, absent: list[tuple[int, str]], now: float) -> None:
-        """The request is at its replica."""
-        if m.hop is not hop:
-            return
-        peer = int(hop.peer)
-        if hop.kind is Kind.RECALL:  # it has kept the gradient
-            self._send(peer, owner, (), now, lambda then: self._recalled(owner, m, hop, then))
-            return
-        for what in absent:
-            self._send(peer, what[0], (), now, partial(self._comes, owner, m, hop, what, peer))
-        self._arrived(owner, m, now)
-
-    def _recalled(self, owner: int, m: Microbatch, hop: Hop, now: float) -> None:
-        if m.hop is hop:
-            m.made(hop, gradient=True)
-            m.progressed()
-            m.next = hop.to
-            self._advance(owner, m, now)

@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.play import Play
+from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.seats import Seats
 
 
-class PlayWithEntry(Play):
+class PlayWithEntry(PlayWithDetours):
     """`through` plays the step that the newcomers enter; `run` before it those that warm up, without them."""
 
     def __init__(

@@ -9,13 +9,14 @@ import msgspec
 
 from shoal.core.leader.rebalance import boundaries
 from shoal.core.leader.rules.lines import shown, turns_of
-from shoal.core.messages import TURNS
+from shoal.core.messages import TURNS, Settings
 from shoal.core.trainer.window import MOST
 from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.inputs.memory import FP32
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]  # by owner's device and stage: devices, in turn
 SETTLES = 4  # steps
+QUEUE_LIMIT = Settings(stages=1, microbatches=1, steps=1).queue_limit  # as it is where nothing else is said
 WIDEST_Bps = 1e12  # what a line without a stated rate is taken for
 
 
@@ -47,6 +48,7 @@ class Seats(msgspec.Struct, frozen=True):
     turns: tuple[int, ...] = ()
     # Devices that serve another stage than their seat's, so that they hold none: they own after the others (core/leader/membership.py)
     unseated: tuple[int, ...] = ()
+    queue_limit: int = QUEUE_LIMIT  # hops that wait at a replica before it answers Busy (detours.py)
 
     @property
     def stages(self) -> int:

@@ -3,8 +3,8 @@
 The cost model in communication.py is the paper's; this is what decides. The microbatches are played (play.py), then the averaging
 (averaging.py), on lines that pass one message after the other and links of pairs that are filled side by side, as in
 transport/emulated/shaped.py; agreeing costs the messages of a round and of a view. The optimizer's seconds are added to the averaging where
-machines say their rate. Not in it: checkpoints, faults, losses on the wire, full queues and activation stores, and what goes first on a
-line where delays do not spread.
+machines say their rate. Not in it: checkpoints, faults, losses on the wire, full activation stores, and, where delays do not
+spread, full queues and what goes first on a line.
 
 Some steps are played to warm the wiring up and as many are timed. A long step is played in two lengths and extended.
 """
@@ -21,8 +21,8 @@ from shoal.core.leader.rules.lines import believed
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.averaging import averaging, rough_averaging_s
-from shoal.planner.prediction.play import SETTLED, Used, played
 from shoal.planner.prediction.seats import Seats, handed_bytes, hop_s, line_rates, of_group, paced, request_bytes
+from shoal.planner.prediction.timed import SETTLED, Used, played
 
 WEIGHTED_GAIN = 1.05  # so much longer must a round of even owners take, or they stay even
 BUSY = 0.85  # of the time: from here on a resource is called the bottleneck
