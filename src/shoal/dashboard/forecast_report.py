@@ -116,7 +116,9 @@ def _count(value: float) -> str:
 
 
 def fitting(name: str, played: int, of: int) -> str:
-    return f"{name}: {played} of {of} compositions of its machines played, which seconds of a step are fitted to"
+    if not played:
+        return f"{name}: one history rehearsed, for who serves what"
+    return f"{name}: {played} of {of} of its steps played, for what a step takes"
 
 
 def progress(name: str, seed: int, seeds: int, now_s: float, horizon_s: float) -> str:

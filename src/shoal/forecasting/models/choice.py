@@ -18,7 +18,7 @@ from shoal.forecasting.models.sums import Delayed, Sums
 PLAYS_MOST = 300  # a composition takes 0.1 to 1 s
 SAMPLES_MOST, SAMPLES_LEAST = 48, 4
 HOPS_MOST = 400_000  # in all samples together; one takes some 40 us
-REHEARSED = 2000  # compositions, with repetitions
+REHEARSED = 2000  # times that a step with some composition begins or goes on
 Histories = Sequence[Sequence[Presence]]  # by seed
 
 
@@ -27,16 +27,21 @@ class _Rehearsal(StepModel):
 
     def __init__(self, job: Job, tell: Callable[[], None]) -> None:
         self._sums, self._tell = Sums(job), tell
-        self._now = 0.0
+        self._now, self.asked = 0.0, 0
+        self._time: StepTime | None = None  # with the last of
         self.compositions: list[Composition] = []
         self.seconds: list[float] = []
 
     def __call__(self, composition: Composition) -> StepTime | None:
-        time = self._sums(composition)
-        if time is not None:
+        self.asked += 1
+        if not self.compositions or not np.array_equal(composition, self.compositions[-1]):
+            time = self._sums(composition)
+            if time is None:
+                return None
             self.compositions.append(composition.copy())
             self.seconds.append(0.0)
-        return time
+            self._time = time
+        return self._time
 
     def play(self, job: Job, history: Sequence[Presence], start_s: float, horizon_s: float) -> None:
         self._now = 0.0
@@ -61,7 +66,7 @@ def rehearsed(
     rehearsal = _Rehearsal(job, tell)
     for history in histories:
         rehearsal.play(job, history, start_s, horizon_s)
-        if len(rehearsal.seconds) >= REHEARSED:
+        if rehearsal.asked >= REHEARSED:
             break
     ends_s = np.cumsum(rehearsal.seconds)
     if not rehearsal.seconds or not ends_s[-1]:

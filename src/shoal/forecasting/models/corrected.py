@@ -20,6 +20,7 @@ from shoal.forecasting.models.step_time import Composition, StepModel, StepTime
 from shoal.forecasting.models.sums import Sums
 from shoal.planner.costs.arrays import Floats
 
+KEPT = 256  # compositions
 RIDGE = 1.0  # of slopes of features with a deviation of 1: of few samples they are held back
 THIN = 6  # a stage that passes a tenth more than the thinnest counts a bit more than half as much
 
@@ -52,11 +53,12 @@ class Corrected(StepModel):
     ) -> None:
         """`compositions`: that are played, beside the planned one. `tell`: is called with how many have been."""
         self._job, self._sums = job, Sums(job)
+        self._known: dict[bytes, StepTime | None] = {}
         self._stage_of = np.array(job.stage_of)
         self._seats = int((self._stage_of >= 0).sum())
-        about_s = self._sums.of(self._stage_of, job.microbatches).microbatches_s
-        first, later = planned(job, about_s)
-        self._first, self._later = self._ratios(first), self._ratios(later)  # of all planned machines
+        summed = self._sums.of(self._stage_of, job.microbatches)
+        first, later = planned(job, summed.microbatches_s)
+        self._first, self._as_planned = (self._times(summed, *self._ratios(one)) for one in (first, later))
         samples = list[Sample]()
         for number, composition in enumerate(compositions):
             about_s = self._sums.of(composition, job.microbatches).microbatches_s
@@ -66,16 +68,10 @@ class Corrected(StepModel):
         self._death, self._entry = (self._of_changes(samples, enters) for enters in (False, True))
 
     def __call__(self, composition: Composition) -> StepTime | None:
-        time = self._sums(composition)
-        if time is not None and np.array_equal(composition, self._stage_of):
-            return self._times(time, *self._later)
-        return self._fitted(composition)
+        return self._as_planned if np.array_equal(composition, self._stage_of) else self._fitted(composition)
 
     def first(self, composition: Composition) -> StepTime | None:
-        time = self._sums(composition)
-        if time is None or not np.array_equal(composition, self._stage_of):
-            return self(composition)
-        return self._times(time, *self._first)
+        return self._first if np.array_equal(composition, self._stage_of) else self._fitted(composition)
 
     def with_death(
         self, composition: Composition, slot: int, at_s: float, evicted_s: float, first: bool = False
@@ -94,9 +90,16 @@ class Corrected(StepModel):
         return max(before.microbatches_s - sum(features) + self._entry(features), at_s) if features else None
 
     def _fitted(self, composition: Composition) -> StepTime | None:
-        time = self._sums(composition)
-        if time is None:
-            return None
+        """Kept: most steps have the composition of the one before."""
+        key = composition.tobytes()
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            time = self._sums(composition)
+            self._known[key] = time and self._by_features(composition, time)
+        return self._known[key]
+
+    def _by_features(self, composition: Composition, time: StepTime) -> StepTime:
         features = self._features(composition, time)
         return self._times(time, self._microbatches(features), self._averaging(features))
 
