@@ -209,3 +209,17 @@ def test_one_digest_whatever_the_hash_seed() -> None:
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         digests.append(done.stdout.strip())
     assert len(set(digests)) == 1 and len(digests[0]) == 16
+
+
+def test_an_exchange_with_joiners_takes_as_much_longer_as_playing_it_shows() -> None:
+    """Between the sums of even lines go those for the newcomers."""
+    given = of_two_kinds(12, 2)
+    job = msgspec.structs.replace(given, seats=msgspec.structs.replace(given.seats, gradient_bytes=(4e7,) * 2))
+    planned = np.array(job.stage_of)
+    model, plays = corrected(job, short_lives(job), 0.0, HOUR_S), Played(job)
+    exchanges = [each.with_joiners(planned, (1, 0)) for each in (model, plays)]
+    step = model(planned)
+    assert step is not None and exchanges[0] is not None and exchanges[1] is not None
+    assert exchanges[0][0] == pytest.approx(exchanges[1][0], rel=0.1) and exchanges[0][1] == step.averaging_s
+    assert exchanges[0][0] > 1.05 * step.averaging_s
+    assert model.with_joiners(planned, (0, 0)) is None

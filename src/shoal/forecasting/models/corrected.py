@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -57,14 +58,16 @@ class Corrected(StepModel):
         self._stage_of = np.array(job.stage_of)
         self._seats = int((self._stage_of >= 0).sum())
         summed = self._sums.of(self._stage_of, job.microbatches)
-        first, later = planned(job, summed.microbatches_s)
+        first, later = planned(job)
         self._first, self._as_planned = (self._times(summed, *self._ratios(one)) for one in (first, later))
+        more = self._as_planned.microbatches_s / summed.microbatches_s
         samples = list[Sample]()
         for number, composition in enumerate(compositions):
-            about_s = self._sums.of(composition, job.microbatches).microbatches_s
+            about_s = self._sums.of(composition, job.microbatches).microbatches_s * more
             samples.append(sample(job, composition, about_s, number))
             tell(number + 1)
         self._microbatches, self._averaging = self._of_compositions(samples or [later])
+        self._joined = fmean(one.joined for one in samples) if samples else 1.0
         self._death, self._entry = (self._of_changes(samples, enters) for enters in (False, True))
 
     def __call__(self, composition: Composition) -> StepTime | None:
@@ -88,6 +91,13 @@ class Corrected(StepModel):
             return None
         features = self._entry_features(composition, slots, at_s / before.microbatches_s)
         return max(before.microbatches_s - sum(features) + self._entry(features), at_s) if features else None
+
+    def with_joiners(self, composition: Composition, joiners: tuple[int, ...]) -> tuple[float, ...] | None:
+        time = self(composition) if any(joiners) else None
+        if time is None:
+            return None
+        more_s = (self._joined - 1) * (time.averaging_s - self._job.round_s)
+        return tuple(time.averaging_s + count * more_s for count in joiners)
 
     def _fitted(self, composition: Composition) -> StepTime | None:
         """Kept: most steps have the composition of the one before."""

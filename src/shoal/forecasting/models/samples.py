@@ -10,10 +10,10 @@ import numpy as np
 from shoal.core.messages import TURNS
 from shoal.forecasting.crew import EVICTION_DELAYS
 from shoal.forecasting.job import Job
-from shoal.forecasting.models.played import FEW_PLAYS, SPREAD, WARM
+from shoal.forecasting.models.played import PLAYS, SPREAD, WARM, plays_of
 from shoal.forecasting.models.step_time import Composition, seats_of
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.averaging import averaging
+from shoal.planner.prediction.averaging import averaging, averaging_ends
 from shoal.planner.prediction.deaths import Death, PlayWithDeath
 from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
@@ -43,6 +43,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
     microbatches: int
     microbatches_s: float
     averaging_s: float
+    joined: float = 1.0  # times as long as without one is a stage's exchange whose sums a joiner gets, too
     change: Change | None = None  # None: there is no stage with two replicas, or a step is too long to be played whole
 
 
@@ -55,7 +56,7 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
     seats, cluster = _seated(job, whole, microbatches, about_s)
     plays_change = bool(spare) and job.stages > 1 and not job.seats.staleness and microbatches <= longest(seats)
     if not plays_change:
-        return Sample(whole, microbatches, played(seats, cluster, rng, SPREAD)[0], _averaging_s(seats, cluster))
+        return Sample(whole, microbatches, played(seats, cluster, rng, SPREAD)[0], *_averaged(seats, cluster, rng))
     device, passed = spare[int(rng.integers(len(spare)))], float(rng.random())
     slot = int(slots[device])
     if not number % 2:
@@ -65,7 +66,7 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
         evicted_s = dies_s + job.patience.detection_s + EVICTION_DELAYS * job.delay_s
         ends_s = play.through(microbatches, start, Death(device, dies_s, evicted_s)) - start - play.view_s
         change = Change(whole, slot, False, passed, ends_s - settled_s)
-        return Sample(whole, microbatches, settled_s, _averaging_s(seats, cluster), change)
+        return Sample(whole, microbatches, settled_s, *_averaged(seats, cluster, rng), change)
     turns = tuple(TURNS if each == device else known for each, known in enumerate(seats.turns))  # it is not measured
     entry = PlayWithEntry(msgspec.structs.replace(seats, turns=turns), cluster, rng, SPREAD, (device,))
     settled_s, start = _settled(entry, microbatches)
@@ -73,29 +74,26 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
     others = whole.copy()
     others[slot] = -1
     change = Change(whole, slot, True, passed, ends_s - settled_s)
-    return Sample(others, microbatches, settled_s, _averaging_s(*_seated(job, others, microbatches, about_s)), change)
+    averaged = _averaged(*_seated(job, others, microbatches, about_s), rng)
+    return Sample(others, microbatches, settled_s, *averaged, change)
 
 
-def planned(job: Job, about_s: float) -> tuple[Sample, Sample]:
+def planned(job: Job) -> tuple[Sample, Sample]:
     """A run's first step with all planned machines, and later ones. In the first, owners know no replica yet, and the leader no line where
     no tensor has been sent."""
     whole, microbatches = thin(job, np.array(job.stage_of))
-    seats, cluster = _seated(job, whole, microbatches, about_s)
-    averaging_s = _averaging_s(seats, cluster)
+    seats, cluster = _seated(job, whole, microbatches, 0.0)
+    seats, _, later_s = plays_of(seats, cluster)
+    later = Sample(whole, microbatches, later_s, _averaging_s(seats, cluster))
     if microbatches > longest(seats):
-        later = Sample(whole, microbatches, played(seats, cluster, np.random.default_rng(0), SPREAD)[0], averaging_s)
         return later, later
     even = msgspec.structs.replace(seats, turns=())
     if job.stages == 1:
         even = msgspec.structs.replace(even, line_rates=job.seats.line_rates)
-    rngs = [np.random.default_rng(number) for number in range(FEW_PLAYS if microbatches <= LONGEST else 1)]
+    rngs = [np.random.default_rng(number) for number in range(PLAYS if microbatches <= LONGEST else 1)]
     firsts = [PlayWithDetours(even, cluster, rng, SPREAD) for rng in rngs]
     first_s = fmean(play.run(microbatches, 0.0) - play.view_s for play in firsts)
-    later_s = fmean(_settled(PlayWithDetours(seats, cluster, rng, SPREAD), microbatches)[0] for rng in rngs)
-    return (
-        Sample(whole, microbatches, first_s, _averaging_s(even, cluster)),
-        Sample(whole, microbatches, later_s, averaging_s),
-    )
+    return Sample(whole, microbatches, first_s, _averaging_s(even, cluster)), later
 
 
 def thin(job: Job, composition: Composition) -> tuple[Composition, int]:
@@ -126,6 +124,17 @@ def _settled(play: Play, microbatches: int) -> tuple[float, float]:
     for _ in range(TIMED):
         start = play.run(microbatches, start)
     return (start - began_s) / TIMED - play.view_s, start
+
+
+def _averaged(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[float, float]:
+    """Seconds of a round, and what a joiner of one of its stages makes of that stage's exchange."""
+    stage = int(rng.integers(seats.stages))
+    members = sorted(seats.members, key=lambda device: (seats.stage_of[device], device))  # as averaging_ends has them
+    at = [number for number, device in enumerate(members) if seats.stage_of[device] == stage]
+    joiners = tuple(int(each == stage) for each in range(seats.stages))
+    ends_s = [averaging_ends(seats, cluster, each)[0] for each in ((), joiners)]
+    alone_s, joined_s = (max(each[number] for number in at) + seats.round_work_s for each in ends_s)
+    return max(ends_s[0]) + seats.round_work_s, joined_s / alone_s if alone_s else 1.0
 
 
 def _averaging_s(seats: Seats, cluster: Cluster) -> float:
