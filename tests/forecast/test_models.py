@@ -112,7 +112,7 @@ def test_of_a_runs_own_compositions_steps_deaths_and_entries_are_as_long_as_play
     rng = np.random.default_rng(1)
     seconds = list[tuple[float, float, float]]()
     deaths_s, entries_s = list[float](), list[float]()
-    for composition in rehearsed(job, histories, 0.0, HOUR_S, 31):  # others than the model's samples
+    for composition in rehearsed(job, histories, 0.0, HOUR_S, 19):  # others than the model's samples
         one, summed, other = model(composition), sums(composition), plays(composition)
         assert one is not None and summed is not None and other is not None
         seconds.append((one.microbatches_s, summed.microbatches_s, other.microbatches_s))
