@@ -17,6 +17,7 @@ from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import forecast
 from shoal.forecasting.job import Job
 from shoal.forecasting.machines import Machines
+from shoal.forecasting.models import samples as samples_module
 from shoal.forecasting.models.choice import SAMPLES_LEAST, SAMPLES_MOST, corrected, model_of, rehearsed
 from shoal.forecasting.models.corrected import Corrected, fitted
 from shoal.forecasting.models.played import Played
@@ -223,3 +224,22 @@ def test_an_exchange_with_joiners_takes_as_much_longer_as_playing_it_shows() -> 
     assert exchanges[0][0] == pytest.approx(exchanges[1][0], rel=0.1) and exchanges[0][1] == step.averaging_s
     assert exchanges[0][0] > 1.05 * step.averaging_s
     assert model.with_joiners(planned, (0, 0)) is None
+
+
+@pytest.mark.slow
+def test_a_fleet_that_is_thinned_for_its_plays_takes_what_the_whole_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a third of the machines; a factor that followed how many are played would be applied to three times as many."""
+    job = of_two_kinds(36, 2)
+    histories = short_lives(job)
+    models = [corrected(job, histories, 0.0, HOUR_S, 16)]
+    monkeypatch.setattr(samples_module, "LARGEST", 12)
+    models.append(corrected(job, histories, 0.0, HOUR_S, 16))
+    compositions = rehearsed(job, histories, 0.0, HOUR_S, 11)
+    steps = [[step.step_s for each in compositions if (step := model(each)) is not None] for model in models]
+    assert fmean(steps[1]) == pytest.approx(fmean(steps[0]), rel=0.06)
+    deaths = []
+    for model in models:
+        slots = [int(np.flatnonzero(each >= 0)[3]) for each in compositions]
+        ends = [model.with_death(each, slot, 5.0, 9.5) or 0.0 for each, slot in zip(compositions, slots, strict=True)]
+        deaths.append(fmean(ends))
+    assert deaths[1] == pytest.approx(deaths[0], rel=0.2)

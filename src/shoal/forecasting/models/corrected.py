@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.forecasting.job import Job
-from shoal.forecasting.models.samples import Sample, planned, sample
+from shoal.forecasting.models.samples import Change, Sample, planned, sample
 from shoal.forecasting.models.step_time import Composition, StepModel, StepTime
 from shoal.forecasting.models.sums import Sums
 from shoal.planner.costs.arrays import Floats
@@ -49,6 +49,8 @@ def fitted(features: Sequence[Sequence[float] | Floats], values: Sequence[float]
 
 
 class Corrected(StepModel):
+    """See above."""
+
     def __init__(
         self, job: Job, compositions: Sequence[Composition], tell: Callable[[int], None] = lambda played: None
     ) -> None:
@@ -152,9 +154,7 @@ class Corrected(StepModel):
     # ----------------------------------------------------------------------------------------------------------- fits
 
     def _of_compositions(self, samples: Sequence[Sample]) -> tuple[Fit, Fit]:
-        features = [
-            self._features(one.composition, self._sums.of(one.composition, one.microbatches)) for one in samples
-        ]
+        features = [self._features(one.fleet, self._sums.of(one.fleet, self._job.microbatches)) for one in samples]
         ratios = [self._ratios(one) for one in samples]
         microbatches, averaging = ([each[part] for each in ratios] for part in (0, 1))
         return fitted(features, microbatches), fitted(features, averaging)
@@ -168,6 +168,21 @@ class Corrected(StepModel):
             math.log(played.averaging_s / averaging_s) if averaging_s > 0 < played.averaging_s else 0.0,
         )
 
+    def _played_features(self, one: Sample, change: Change) -> tuple[float, ...]:
+        """Of a fleet that was thinned, seconds of the machines that were played, by its own factor."""
+        if one.microbatches == self._job.microbatches:
+            if change.enters:
+                return self._entry_features(change.composition, [change.slot], change.passed)
+            return self._death_features(change.composition, change.slot, change.passed)
+        factor = one.microbatches_s / self._sums.of(one.composition, one.microbatches).microbatches_s
+        whole, others = (
+            factor * self._sums.of(each, one.microbatches).microbatches_s
+            for each in (change.composition, _without(change.composition, [change.slot]))
+        )
+        slower_s = (1 - change.passed) * (others - whole)
+        share = 1 / int((change.composition == change.composition[change.slot]).sum())
+        return (slower_s,) if change.enters else (slower_s, share * change.passed * whole)
+
     def _of_changes(self, samples: Sequence[Sample], enters: bool) -> Fit | None:
         """Of seconds by which a step with a change is longer than by its features. None: no such change was played."""
         features, seconds = [], []
@@ -175,12 +190,7 @@ class Corrected(StepModel):
             change = one.change
             if change is None or change.enters != enters:
                 continue
-            if enters:
-                known = self._entry_features(change.composition, [change.slot], change.passed)
-            else:
-                known = self._death_features(change.composition, change.slot, change.passed)
-            # Of a thinned fleet: the same machines with as many microbatches as they have in the fleet
-            known = tuple(each * one.microbatches / self._job.microbatches for each in known)
+            known = self._played_features(one, change)
             features.append(known)
             seconds.append(change.longer_s + (sum(known) if enters else -sum(known)))
         return fitted(features, seconds) if seconds else None

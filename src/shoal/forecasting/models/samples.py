@@ -40,6 +40,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
     """Steps of so many microbatches with that composition, as they are played."""
 
     composition: Composition
+    fleet: Composition  # that it stands for: itself, or the larger one that is thinned to it
     microbatches: int
     microbatches_s: float
     averaging_s: float
@@ -56,7 +57,9 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
     seats, cluster = _seated(job, whole, microbatches, about_s)
     plays_change = bool(spare) and job.stages > 1 and not job.seats.staleness and microbatches <= longest(seats)
     if not plays_change:
-        return Sample(whole, microbatches, played(seats, cluster, rng, SPREAD)[0], *_averaged(seats, cluster, rng))
+        return Sample(
+            whole, composition, microbatches, played(seats, cluster, rng, SPREAD)[0], *_averaged(seats, cluster, rng)
+        )
     device, passed = spare[int(rng.integers(len(spare)))], float(rng.random())
     slot = int(slots[device])
     if not number % 2:
@@ -66,7 +69,7 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
         evicted_s = dies_s + job.patience.detection_s + EVICTION_DELAYS * job.delay_s
         ends_s = play.through(microbatches, start, Death(device, dies_s, evicted_s)) - start - play.view_s
         change = Change(whole, slot, False, passed, ends_s - settled_s)
-        return Sample(whole, microbatches, settled_s, *_averaged(seats, cluster, rng), change)
+        return Sample(whole, composition, microbatches, settled_s, *_averaged(seats, cluster, rng), change)
     turns = tuple(TURNS if each == device else known for each, known in enumerate(seats.turns))  # it is not measured
     entry = PlayWithEntry(msgspec.structs.replace(seats, turns=turns), cluster, rng, SPREAD, (device,))
     settled_s, start = _settled(entry, microbatches)
@@ -75,7 +78,8 @@ def sample(job: Job, composition: Composition, about_s: float, number: int) -> S
     others[slot] = -1
     change = Change(whole, slot, True, passed, ends_s - settled_s)
     averaged = _averaged(*_seated(job, others, microbatches, about_s), rng)
-    return Sample(others, microbatches, settled_s, *averaged, change)
+    fleet = composition if len(slots) < (composition >= 0).sum() else others
+    return Sample(others, fleet, microbatches, settled_s, *averaged, change)
 
 
 def planned(job: Job) -> tuple[Sample, Sample]:
@@ -84,7 +88,8 @@ def planned(job: Job) -> tuple[Sample, Sample]:
     whole, microbatches = thin(job, np.array(job.stage_of))
     seats, cluster = _seated(job, whole, microbatches, 0.0)
     seats, _, later_s = plays_of(seats, cluster)
-    later = Sample(whole, microbatches, later_s, _averaging_s(seats, cluster))
+    fleet = np.array(job.stage_of)
+    later = Sample(whole, fleet, microbatches, later_s, _averaging_s(seats, cluster))
     if microbatches > longest(seats):
         return later, later
     even = msgspec.structs.replace(seats, turns=())
@@ -93,7 +98,7 @@ def planned(job: Job) -> tuple[Sample, Sample]:
     rngs = [np.random.default_rng(number) for number in range(PLAYS if microbatches <= LONGEST else 1)]
     firsts = [PlayWithDetours(even, cluster, rng, SPREAD) for rng in rngs]
     first_s = fmean(play.run(microbatches, 0.0) - play.view_s for play in firsts)
-    return Sample(whole, microbatches, first_s, _averaging_s(even, cluster)), later
+    return Sample(whole, fleet, microbatches, first_s, _averaging_s(even, cluster)), later
 
 
 def thin(job: Job, composition: Composition) -> tuple[Composition, int]:

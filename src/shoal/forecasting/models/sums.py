@@ -2,8 +2,7 @@
 
 A replica passes as many microbatches per second as its compute, uplink and downlink allow, a stage the sum of its
 replicas' (each gets the share that fills it, which is the max-min fair one), the pipeline what its thinnest stage does or what its owners
-can have on their way; its two factors are what playing gives over it, of the planned fleet and of half of it: with more replicas that many
-owners ask, each for few microbatches, shares are less even, and a factor of a smaller fleet says too little of a larger one.
+can have on their way. What playing takes over it is corrected.py's.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from shoal.forecasting.job import Job
 from shoal.forecasting.models.step_time import Composition, Rates, StepModel, StepTime
 from shoal.planner.costs.arrays import Floats
 from shoal.planner.prediction.seats import request_bytes
-
-FITTED_MOST = 128  # machines of a fleet that sums are compared with; a larger one is thinned to so many
-FEW = 0.5  # of the planned machines: the smaller fleet that they are compared with
 
 
 class Sums(StepModel):
