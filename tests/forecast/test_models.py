@@ -86,7 +86,7 @@ def test_where_steps_are_long_few_compositions_are_played_and_the_largest_fleets
 
             corrected(job, [always(peers)], 0.0, HOUR_S, tell=tell)
     assert counts == [SAMPLES_MOST, 28, SAMPLES_LEAST]
-    large = a_job(200, 2)
+    large = a_job(400, 2)
     composition, microbatches = thin(large, np.array(large.stage_of))
     assert (composition >= 0).sum() == LARGEST and microbatches == 4 * LARGEST
 
