@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.planner.test_deaths import COUNT, SPREAD, lines, seats
 
+from shoal.core.trainer.microbatch import Hop, Microbatch
 from shoal.planner.prediction.deaths import Death, PlayWithDeath
 from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
@@ -38,11 +39,11 @@ def test_no_more_hops_wait_at_a_replica_than_it_has_room_for(limit: int) -> None
     waiting, declined = list[int](), list[str]()
 
     class Watched(PlayWithDetours):
-        def _arrived(self, owner: int, m, now: float) -> None:  # type: ignore[no-untyped-def]
+        def _arrived(self, owner: int, m: Microbatch, now: float) -> None:
             super()._arrived(owner, m, now)
             waiting.append(max(sum(forward for forward, *_ in one.queue) for one in self._servers.values()))
 
-        def _declined(self, owner: int, m, hop, wait_s: float, now: float) -> None:  # type: ignore[no-untyped-def]
+        def _declined(self, owner: int, m: Microbatch, hop: Hop, wait_s: float, now: float) -> None:
             declined.append(hop.peer)
             super()._declined(owner, m, hop, wait_s, now)
 

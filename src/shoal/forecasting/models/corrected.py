@@ -139,10 +139,7 @@ class Corrected(StepModel):
         before, after = self._fitted(composition), self._fitted(_without(composition, [slot]))
         if before is None or after is None:
             return ()
-        passed = min(passed, 1.0)
-        share = 1 / int((composition == composition[slot]).sum())
-        slower_s = (1 - passed) * (after.microbatches_s - before.microbatches_s)
-        return slower_s, share * passed * before.microbatches_s
+        return _slower(composition, slot, passed, before.microbatches_s, after.microbatches_s)
 
     def _entry_features(self, composition: Composition, slots: Sequence[int], passed: float) -> tuple[float, ...]:
         """Seconds by which the rest of the step is shorter with them."""
@@ -179,9 +176,8 @@ class Corrected(StepModel):
             factor * self._sums.of(each, one.microbatches).microbatches_s
             for each in (change.composition, _without(change.composition, [change.slot]))
         )
-        slower_s = (1 - change.passed) * (others - whole)
-        share = 1 / int((change.composition == change.composition[change.slot]).sum())
-        return (slower_s,) if change.enters else (slower_s, share * change.passed * whole)
+        features = _slower(change.composition, change.slot, change.passed, whole, others)
+        return features[:1] if change.enters else features
 
     def _of_changes(self, samples: Sequence[Sample], enters: bool) -> Fit | None:
         """Of seconds by which a step with a change is longer than by its features. None: no such change was played."""
@@ -194,6 +190,13 @@ class Corrected(StepModel):
             features.append(known)
             seconds.append(change.longer_s + (sum(known) if enters else -sum(known)))
         return fitted(features, seconds) if seconds else None
+
+
+def _slower(composition: Composition, slot: int, passed: float, with_s: float, without_s: float) -> tuple[float, float]:
+    """Seconds by which the rest of a step is slower without the machine on that slot, and that it had worked for."""
+    passed = min(passed, 1.0)
+    share = 1 / int((composition == composition[slot]).sum())
+    return (1 - passed) * (without_s - with_s), share * passed * with_s
 
 
 def _without(composition: Composition, slots: Sequence[int]) -> Composition:

@@ -16,8 +16,6 @@ from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.play import GRADIENT, OUTPUT, Play
 from shoal.planner.prediction.seats import Seats
 
-LEAST_BUSY_S = 0.25  # that a full replica says to wait for
-
 
 class Coming(msgspec.Struct, frozen=True):
     """A tensor on its way."""
@@ -37,9 +35,8 @@ class PlayWithDetours(Play):
         super().__init__(seats, cluster, rng, spread)
         self._may_be_full = may_be_full(seats)
         self._coming: dict[Microbatch, list[Coming]] = {}  # what its next hop reads and has not got
-        self._asked: dict[int, dict[Microbatch, Hop]] = {
-            device: {} for device in self._members
-        }  # by replica, not yet computed
+        # By replica, what it has been asked for and has not computed
+        self._asked: dict[int, dict[Microbatch, Hop]] = {device: {} for device in self._members}
 
     @property
     def _straight(self) -> bool:
@@ -131,7 +128,7 @@ class PlayWithDetours(Play):
             self._send(peer, owner, (), now, lambda then: self._recalled(owner, m, hop, then))
             return
         if hop.kind is Kind.FORWARD and self._full(peer):
-            wait_s = max(self._queue_s(peer), LEAST_BUSY_S)
+            wait_s = self._queue_s(peer)
             self._send(peer, owner, (), now, lambda then: self._declined(owner, m, hop, wait_s, then))
             return
         self._asked[peer][m] = hop
