@@ -32,7 +32,7 @@ STAGES, STEP_S, SPOT_CHECKS = 3, 0.3, 0.1
 LOOK_S = 0.25
 MIXED = ("withhold", "held", "missing", "gone", "mute", "digest", "coming", "idle")
 KINDS = (
-    "withhold", "held", "missing", "refuse", "busy", "idle", "wander", "coming", "gone", "mute", "rate", "delay",
+    "withhold", "held", "missing", "refuse", "busy", "soon", "idle", "wander", "coming", "gone", "mute", "rate", "delay",
     "sums", "norm", "digest", "wrong", "noise", "invent", "poison", "lazy",
     "overflow", "books", "far", "complain", "culprit", "waits", "unable", "mixed",
 )  # fmt: skip

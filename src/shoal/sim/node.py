@@ -28,9 +28,13 @@ Who = tuple[int, int]  # a process: key, incarnation
 
 
 class Mask(Protocol):
-    """Changes what a hostile process sends; None: the message is withheld."""
+    """Of a hostile process."""
 
-    def sends(self, target: m.Peer, message: m.Message, values: Values) -> tuple[m.Message, Values] | None: ...
+    def sends(self, target: m.Peer, message: m.Message, values: Values) -> tuple[m.Message, Values] | None:
+        """What leaves instead of that message; None: it is withheld."""
+
+    def answers(self, source: m.Peer, message: m.Message) -> bool:
+        """Does it answer that message in its machine's place, which never gets it?"""
 
 
 class Host(Protocol):
@@ -175,6 +179,8 @@ class Node:
 
     def deliver(self, source: m.Peer, message: m.Message, values: Values) -> None:
         """Hand a message to the machine if its signatures hold, as the driver of a real peer does."""
+        if self.mask is not None and self.mask.answers(source, message):
+            return
         if type(message) in certificates.SIGNED:
             checked = certificates.checked(self.name, source, message, signatures.verify)
             if checked is None:

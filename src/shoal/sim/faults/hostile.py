@@ -18,13 +18,13 @@ REPORTS = ("waits", "unable", "nonfinite")  # likewise, and count from a member 
 # owns all microbatches itself, commits what nobody reported, goes back to a checkpoint again and again
 LEADS = ("stall", "fork", "purge", "pad", "hoard", "forge", "rewind")
 MASKED = (
-    "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "missing",
-    "refuse", "held", "coming", "idle", "far", "loss", "rate", "wrong", LONG, *MADE_UP,
+    "mute", "frozen", "books", "gone", "overflow", "sums", "norm", "digest", "withhold", "busy", "soon", "missing",
+    "refuse", "keep", "held", "coming", "idle", "far", "loss", "rate", "wrong", LONG, *MADE_UP,
 )  # fmt: skip
 ROLES: tuple[Role, ...] = ("outsider", "joiner", "member", "member", "hole")  # drawn from
 ACTS: dict[Role, tuple[str, ...]] = {
     "outsider": REPEATED,
-    "joiner": (*REPEATED, "hollow", "frozen", "books", "digest", "withhold", "busy"),
+    "joiner": (*REPEATED, "hollow", "linger", "frozen", "books", "digest", "withhold", "busy"),
     "member": (*REPEATED, *REPORTS, *MASKED),
     "hole": ("in", "out"),
 }

@@ -23,6 +23,7 @@ ANSWERS = (
     m.Output, m.Gradient, m.Pending, m.Cancelled, m.Busy, m.Refused, m.Missing, m.Books, m.Offer, m.Chunk, *TENSORS
 )  # fmt: skip
 BOOKS = ("impossible", "twice", "all")
+SOON_S = 0.05
 FAR = 1000  # steps by which a heartbeat is wrong
 
 replace = msgspec.structs.replace
@@ -57,6 +58,7 @@ class Lies(Generic[Value]):
             "idle": self._idle, "wander": self._wander,
             "held": self._held, "frozen": self._freeze, "hollow": self._hollow, "books": self._book, "gone": self._gone,
             "sums": self._sums, "norm": self._norm, "digest": self._digest, "busy": self._busy, "missing": self._missing,
+            "keep": self._without(m.Chunk), "linger": self._linger,
             "refuse": self._refuse, "coming": self._coming, "far": self._far, "loss": self._loss, "rate": self._rate, "lazy": self._lazy,
         }  # fmt: skip
 
@@ -177,6 +179,10 @@ class Lies(Generic[Value]):
             return m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, 1e308)
         return message
 
+    def _linger(self, message: m.Message) -> m.Message:
+        """A joiner that never has its state, it says."""
+        return replace(message, ready=False) if isinstance(message, m.Heartbeat) else message
+
     def _missing(self, message: m.Message) -> m.Message:
         """Whatever was asked could not be done, and is done again elsewhere."""
         if isinstance(message, m.Output | m.Gradient):
@@ -193,6 +199,12 @@ class Lies(Generic[Value]):
                 message.epoch, message.step, message.index, message.stage, message.attempt, backward, "I do not like it"
             )
         return message
+
+
+def soon(message: m.Forward | m.Backward) -> m.Busy:
+    """Whatever is asked is to wait for a moment, each time. It never comes to the liar's machine."""
+    backward = isinstance(message, m.Backward)
+    return m.Busy(message.epoch, message.step, message.index, message.stage, message.attempt, backward, SOON_S)
 
 
 def unasked(act: str, now: Situation, rng: Random) -> Iterator[m.Message]:

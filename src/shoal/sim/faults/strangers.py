@@ -24,7 +24,7 @@ from shoal.sim.delivery import Delivery
 from shoal.sim.faults import edges
 from shoal.sim.faults.hostile import REPEATED, REPORTS, Hostile
 from shoal.sim.faults.leading import LyingLeader
-from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, unasked
+from shoal.sim.faults.lies import BOOKS, FALSE, Lies, Situation, soon, unasked
 from shoal.sim.node import Node
 from shoal.sim.processes import Processes
 from shoal.sim.signatures import sign
@@ -296,11 +296,10 @@ class HostileMask:
 
     def sends(self, target: m.Peer, message: m.Message, values: tuple[Blob, ...]) -> Sent | None:
         """What leaves instead; None: nothing."""
-        strangers, node = self.strangers, self.node
         if self.one.role == "leader":
             changed = self._leads.sends(target, message)
             return None if changed is None else (changed, values)
-        acts = bool(strangers.acting.get(self.one.key)) and not node.machine.leading and strangers.beside(node)
+        acts = self._acts()
         self._compute_wrongly(acts)
         if not acts:
             return message, values
@@ -315,6 +314,18 @@ class HostileMask:
                 if sent != before:
                     self._count(act)
         return sent
+
+    def answers(self, source: m.Peer, message: m.Message) -> bool:
+        """Does it answer in its machine's place?"""
+        if "soon" not in self.one.acts or not isinstance(message, m.Forward | m.Backward) or not self._acts():
+            return False
+        self._count("soon")
+        self.strangers.delivery.carry(self.node.name, source, soon(message), (), honest=False)
+        return True
+
+    def _acts(self) -> bool:
+        strangers, node = self.strangers, self.node
+        return bool(strangers.acting.get(self.one.key)) and not node.machine.leading and strangers.beside(node)
 
     def _compute_wrongly(self, acts: bool) -> None:
         oddities = self.node.runner.oddities
