@@ -216,6 +216,37 @@ def test_an_owner_that_waits_alone_for_a_server_hands_its_microbatch_over() -> N
     assert jam.stalls.takeovers(VIEW, outcome.moves, "b").verdicts == ()
 
 
+def handed_over(said: str) -> Jam:
+    """Microbatch 3, the only one for which anybody waits, is e's now: d waited alone for a, which said that of it."""
+    jam = Jam()
+    assert list(jam.until(("d", 3, "a", 1), ("a", 3, said, 0)).moves) == [3]
+    jam.view = msgspec.structs.replace(VIEW, number=6, owners=(0, 1, 2, 4, 4, 5))
+    jam.stalls.on_view(jam.view)
+    return jam
+
+
+def test_the_second_that_waits_alone_for_a_server_convicts_it() -> None:
+    """One microbatch is left, so that never two owners wait at once: it went from owner to owner, 5 s each, and an honest one was
+    evicted in the end (strangers, seed 127)."""
+    jam = handed_over("a")
+    handed_s = jam.now
+    outcome = jam.until(("e", 3, "a", 1), ("a", 3, "a", 0))
+    assert peers(outcome) == ["a"] and "d and e" in outcome.verdicts[0][1] and outcome.moves == {}
+    assert jam.now - handed_s <= QUICK_S + (HOLD_BEATS + 3) * BEAT_S
+
+
+def test_who_waited_alone_before_is_forgotten_when_books_grow() -> None:
+    jam = handed_over("a")
+    jam.ledger.report("e", (Booking(4),), 1)
+    outcome = jam.until(("e", 3, "a", 1), ("a", 3, "a", 0))
+    assert outcome.verdicts == [] and list(outcome.moves) == [3]
+
+
+def test_who_waited_for_a_server_that_waits_for_another_convicts_nobody() -> None:
+    jam = handed_over("b")
+    assert peers(jam.until(("e", 3, "a", 1), ("a", 3, "a", 0))) == []
+
+
 def test_a_leader_that_came_in_the_middle_of_a_step_hands_nothing_over() -> None:
     """It does not know who has had it. A hand-over that is decided again and again and never made would keep the rules for all that hangs
     from ever deciding (strangers/member/rate, seed 0: no commit for six minutes)."""

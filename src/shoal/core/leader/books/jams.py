@@ -80,6 +80,7 @@ class Jams:
         self._ungiven: dict[
             Peer, dict[str, int]
         ] = {}  # whose tensors do not come: servers that have said so, in this jam
+        self._alone: dict[Peer, set[str]] = {}  # who waited alone for each, and handed its microbatch over, in this jam
         self._since: dict[
             tuple[Peer, Index], float
         ] = {}  # of each verdict, or dispute: since when nothing speaks against it
@@ -108,6 +109,7 @@ class Jams:
         self._hangs.clear()
         self._servers.clear()
         self._ungiven.clear()
+        self._alone.clear()
         self._since.clear()
 
     @property
@@ -182,6 +184,7 @@ class Jams:
         if not mark.booked <= ledger.booked < mark.booked + max(1.0, mark.left / PARTS):
             self._mark = Mark(ledger.booked, left, now)
             self._ungiven.clear()
+            self._alone.clear()
         return now - self._mark.at
 
     def _usual_s(self, expected: float) -> float:
@@ -257,12 +260,18 @@ class Jams:
         """By whom each peer is waited for: keys, and how many such there could be."""
         waits: dict[Peer, dict[str, int]] = {}
         for index, hang in late.items():
-            said = self._servers.get((hang.at, index))
-            if said is None or said.peer or said.at == hang.at:  # else it is a dispute, or waits for another
+            if self._is_to_blame(index, hang):
                 waits.setdefault(hang.at, {})[key_of(hang.owner)] = len(keys - {key_of(hang.at)})
+        for peer, by_owners in self._alone.items():
+            waits.setdefault(peer, {}).update(dict.fromkeys(by_owners, len(keys - {key_of(peer)})))
         for peer, by_servers in self._ungiven.items():
             waits.setdefault(peer, {}).update(by_servers)
         return waits
+
+    def _is_to_blame(self, index: Index, hang: Hang) -> bool:
+        """The server, by its own words: else it is a dispute, or waits for another."""
+        said = self._servers.get((hang.at, index))
+        return said is None or bool(said.peer) or said.at == hang.at
 
     def _settle(self, stalls: Stalls, outcome: Outcome, now: float) -> None:
         """A server that never got what an owner waits for: one of the two lies, or nothing gets through between them."""
@@ -289,6 +298,8 @@ class Jams:
                 continue
             if stalls.hand_over(index, hang.owner, hang.stage, hang.at, now):
                 outcome.moves[index] = f"{hang.owner} alone waits for microbatch {index} at {hang.at}"
+                if self._is_to_blame(index, hang):
+                    self._alone.setdefault(hang.at, set()).add(key_of(hang.owner))
 
     def _take_from_idle(self, stalls: Stalls, outcome: Outcome, now: float) -> None:
         """An owner waits for itself, as it says, and nobody else can tell for what: another one gets on, or not."""
