@@ -91,6 +91,20 @@ def test_where_steps_are_long_few_compositions_are_played_and_the_largest_fleets
     assert (composition >= 0).sum() == LARGEST and microbatches == 4 * LARGEST
 
 
+@pytest.mark.parametrize(
+    ("peers", "stages", "each", "kept"), [(400, 4, 10, 102), (400, 4, 100, 64), (480, 31, 10, 124), (480, 31, 2, 256)]
+)
+def test_a_large_fleet_is_thinned_until_a_step_is_played_whole_or_shows_its_windows(
+    peers: int, stages: int, each: int, kept: int
+) -> None:
+    job = a_job(peers, stages)
+    job = msgspec.structs.replace(job, seats=msgspec.structs.replace(job.seats, microbatches=each * peers, inflight=4))
+    composition, microbatches = thin(job, np.array(job.stage_of))
+    machines = int((composition >= 0).sum())
+    assert abs(machines - kept) <= stages / 2 and microbatches == each * machines
+    assert len(set(composition[composition >= 0])) == stages
+
+
 def test_of_all_planned_machines_a_step_and_the_first_take_what_playing_gives() -> None:
     job = of_two_kinds(16, 2)
     planned = np.array(job.stage_of)

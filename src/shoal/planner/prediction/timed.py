@@ -55,8 +55,12 @@ def played(
 
 def longest(seats: Seats) -> int:
     """Microbatches of a step that are played at most."""
-    wanted = 2 * WINDOWS * min(seats.inflight or WIDEST, WIDEST) * len(seats.members)
-    return max(LONGEST, min(wanted, MOST_PLAYED))
+    return max(LONGEST, min(of_each(seats) * len(seats.members), MOST_PLAYED))
+
+
+def of_each(seats: Seats) -> int:
+    """Microbatches of each machine that are to be played, for half of them to show what a window does."""
+    return 2 * WINDOWS * min(seats.inflight or WIDEST, WIDEST)
 
 
 def _play(seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float) -> Play:
