@@ -25,7 +25,7 @@ from report import at_most, parse, report
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work
 from shoal.planner.strategy import plan, strategy
-from shoal.planner.strategy.problem import Problem
+from shoal.planner.strategy.problem import Problem, Wiring
 from shoal.runtime.records.account import CommittedStep
 
 CONFIG = """
@@ -152,7 +152,7 @@ def main() -> None:
     )
 
 
-def one(machines: str, stages: int, steps: int, wiring: strategy.Wiring = "best") -> tuple[float, float, str]:
+def one(machines: str, stages: int, steps: int, wiring: Wiring = "best") -> tuple[float, float, str]:
     """Plan for those machines, run the plan: predicted and measured seconds per step, and the wiring that was chosen."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
@@ -175,7 +175,7 @@ def play(there: Path, made: plan.Plan) -> None:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
-def planned(there: Path, stages: int, wiring: strategy.Wiring) -> plan.Plan:
+def planned(there: Path, stages: int, wiring: Wiring) -> plan.Plan:
     machines = cluster.read(there / "cluster.toml")
     problem = Problem(shape=SHAPE, work=WORK, cluster=machines, uneven=True, wiring=wiring)
     return strategy.decide(problem, np.random.default_rng(0), stages=stages)

@@ -39,11 +39,12 @@ from shoal import codec, config, trace
 from shoal.core.allreduce.layout import split
 from shoal.core.leader.rules.removal import DOUBT_BEATS
 from shoal.core.messages import Join, Send
-from shoal.forecasting import rates
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.exact import ExactRun
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import SCAN_BEATS, Job, job_of
+from shoal.forecasting.models import step_time
+from shoal.forecasting.models.played import Played
 from shoal.launcher.files import rundir
 from shoal.planner.inputs import cluster
 from shoal.planner.inputs.profile import Shape, Work, profile
@@ -243,11 +244,11 @@ def _toml(tree: dict[str, object]) -> str:
 
 def too_much(one: Configuration) -> str:
     """Why two cores cannot carry it; '' if they can."""
-    step = rates.Played(one.job)(np.array(one.job.stage_of))
+    step = Played(one.job)(np.array(one.job.stage_of))
     assert step is not None
     sent_bytes = one.planned.predicted.sent_bytes * len(one.job.seats.members) if one.planned.predicted else 0.0
     cores = (one.hops * HOP_CPU_S + sent_bytes * BYTE_CPU_S + one.values * VALUE_CPU_S) / step.step_s
-    chunks = _chunks(rates.measured(one.job.seats, one.job, one.job.machines.kind_of))
+    chunks = _chunks(step_time.measured(one.job.seats, one.job, one.job.machines.kind_of))
     late_s = 0.0 if one.job.seats.staleness else chunks * CHUNK_CPU_S / 2 - step.averaging_s
     if cores <= CORES:
         if late_s <= LATE * step.step_s:
@@ -364,7 +365,7 @@ def with_constants(job: Job, hop_s: float, round_s: float) -> Job:
 
 
 def predicted_s(job: Job) -> float:
-    step = rates.Played(job)(np.array(job.stage_of))
+    step = Played(job)(np.array(job.stage_of))
     assert step is not None
     return step.step_s
 
@@ -389,7 +390,7 @@ def churned(job: Job, run: Measured) -> tuple[float, float, float]:
     first_s, steps = run.commits_s[0], len(run.commits_s) - 1
     job = doubting(job)
     there, changes = there_and_then(job, run)
-    played = Run(job, rates.Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
+    played = Run(job, Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
     horizon_s = 100.0
     while played.progress.step < steps and horizon_s < 1e6:
         played.play(horizon_s, steps=steps)

@@ -27,10 +27,10 @@ import msgspec
 
 from forecast_kills import FIRST_S, KILLS_S, LAST_S
 from report import at_most, parse, report
-from shoal.forecasting import rates
 from shoal.forecasting.churn import Presence
 from shoal.forecasting.forecaster import Run
 from shoal.forecasting.job import Job
+from shoal.forecasting.models.played import Played
 from validate import (
     Configuration,
     Measured,
@@ -72,7 +72,7 @@ def committed(run: Measured, horizon_s: float) -> int:
 
 
 def forecast(job: Job, there: list[int], changes: list[Presence], horizon_s: float) -> int:
-    run = Run(job, rates.Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
+    run = Run(job, Played(job), [Presence(0.0, slot, True) for slot in there] + changes, 0.0)
     run.play(horizon_s)
     return run.progress.step
 
