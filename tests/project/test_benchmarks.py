@@ -75,7 +75,9 @@ def test_a_script_takes_what_is_there(script: str) -> None:
 
 def test_a_module_that_has_gone_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from shoal.forecasting import gone\nfrom shoal import codec\ncodec.missing\nfrom other import lost\n")
+    script.write_text(
+        "from shoal.forecasting import gone\nfrom shoal import codec\ncodec.missing\nfrom other import lost\n"
+    )
     (tmp_path / "other.py").write_text("def kept(): ...\n")
     assert [words.partition(": ")[2] for words in lacking(script)] == [
         "shoal.forecasting has no gone",
