@@ -242,6 +242,15 @@ def test_who_waited_alone_before_is_forgotten_when_books_grow() -> None:
     assert outcome.verdicts == [] and list(outcome.moves) == [3]
 
 
+def test_the_word_of_who_waited_alone_and_was_evicted_is_void() -> None:
+    jam = handed_over("a")
+    members = tuple(member for member in MEMBERS if member.peer != "d")
+    jam.view = msgspec.structs.replace(VIEW, number=7, members=members, owners=(0, 1, 2, 3, 3, 4))
+    jam.stalls.on_view(jam.view)
+    outcome = jam.until(("e", 3, "a", 1), ("a", 3, "a", 0))
+    assert outcome.verdicts == [] and list(outcome.moves) == [3]
+
+
 def test_who_waited_for_a_server_that_waits_for_another_convicts_nobody() -> None:
     jam = handed_over("b")
     assert peers(jam.until(("e", 3, "a", 1), ("a", 3, "a", 0))) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType
 
 import pytest
@@ -37,10 +37,9 @@ def lacking(path: Path) -> list[str]:
 def exists(module: str, name: str, path: Path, modules: dict[str, ModuleType], known_as: str) -> bool:
     """`modules`: gets those that are imported whole, by the name they have in the script."""
     if module.split(".")[0] != "shoal":
-        beside = [folder / f"{module}.py" for folder in (path.parent, path.parent.parent)]
-        return not any(one.exists() for one in beside) or name in {
-            each for one in beside if one.exists() for each in bound(ast.parse(one.read_text()))
-        }
+        files = [folder / f"{module}.py" for folder in (path.parent, path.parent.parent)]
+        beside = [file for file in files if file.exists()]
+        return not beside or any(name in bound(file) for file in beside)
     try:
         holder = importlib.import_module(module)
     except ImportError:
@@ -57,15 +56,10 @@ def exists(module: str, name: str, path: Path, modules: dict[str, ModuleType], k
     return True
 
 
-def bound(tree: ast.Module) -> Iterator[str]:
-    """What a file binds at its top level."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name
+def bound(file: Path) -> set[str]:
+    """What it binds at its top level."""
+    symbols = symtable(file.read_text(), file.name, "exec").get_symbols()
+    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -78,7 +72,7 @@ def test_a_module_that_has_gone_is_seen(tmp_path: Path) -> None:
     script.write_text(
         "from shoal.forecasting import gone\nfrom shoal import codec\ncodec.missing\nfrom other import lost\n"
     )
-    (tmp_path / "other.py").write_text("def kept(): ...\n")
+    (tmp_path / "other.py").write_text("def kept():\n    lost = 1\n")
     assert [words.partition(": ")[2] for words in lacking(script)] == [
         "shoal.forecasting has no gone",
         "other has no lost",

@@ -49,7 +49,7 @@ def fitted(features: Sequence[Sequence[float] | Floats], values: Sequence[float]
 
 
 class Corrected(StepModel):
-    """See above."""
+    """Sums over stages with factors, deaths and entries that are fitted to plays of `compositions`."""
 
     def __init__(
         self, job: Job, compositions: Sequence[Composition], tell: Callable[[int], None] = lambda played: None

@@ -55,10 +55,10 @@ def played(
 
 def longest(seats: Seats) -> int:
     """Microbatches of a step that are played at most."""
-    return max(LONGEST, min(of_each(seats) * len(seats.members), MOST_PLAYED))
+    return max(LONGEST, min(each_shown(seats) * len(seats.members), MOST_PLAYED))
 
 
-def of_each(seats: Seats) -> int:
+def each_shown(seats: Seats) -> int:
     """Microbatches of each machine that are to be played, for half of them to show what a window does."""
     return 2 * WINDOWS * min(seats.inflight or WIDEST, WIDEST)
 

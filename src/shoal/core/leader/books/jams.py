@@ -262,8 +262,8 @@ class Jams:
         for index, hang in late.items():
             if self._is_to_blame(index, hang):
                 waits.setdefault(hang.at, {})[key_of(hang.owner)] = len(keys - {key_of(hang.at)})
-        for peer, by_owners in self._alone.items():
-            waits.setdefault(peer, {}).update(dict.fromkeys(by_owners, len(keys - {key_of(peer)})))
+        for peer, by_owners in self._alone.items():  # the word of one that was evicted since is void
+            waits.setdefault(peer, {}).update(dict.fromkeys(by_owners & keys, len(keys - {key_of(peer)})))
         for peer, by_servers in self._ungiven.items():
             waits.setdefault(peer, {}).update(by_servers)
         return waits
