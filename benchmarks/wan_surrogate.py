@@ -1,12 +1,14 @@
 """What the windows of bulk make of wan_hops.py's runs, in seconds on one core: the surrogate of wan/surrogate.py. No root, no processes.
 
     python benchmarks/wan_surrogate.py [--lines 50,regions] [--seeds 2] [--steps 3] [--inflight 0] [--parts]
+    python benchmarks/wan_surrogate.py --averaging [--megabytes 30] ...      # rounds among the hosts instead, as in wan_averaging.py
 
 For each line and seed: microbatches per second over the plain socket's bound with receivers' shares and our windows, with the windows
 alone, with BBR alone (`unlimited`), and over a perfect transport's lines (`fluid`); how long tensors are on their way; segments sent again.
 `--parts`: also where each uplink spends a step, as in wan/account.py. Value: the smallest ratio of `shares` to `fluid`.
 
-The play is the planner's, so routes, replicas and the number in flight are core's. Between two steps there are AGREEING_S without bulk.
+The hops' play is the planner's, so routes, replicas and the number in flight are core's. Between two steps there are AGREEING_S without
+bulk.
 Compare variants here and believe them on real lines only: what is lost costs a round trip here, and seconds there.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import heapq
 import itertools
 import statistics
@@ -26,6 +29,7 @@ import numpy as np
 
 from report import at_least, parse, report
 from shoal import units
+from shoal.core.allreduce.layout import SLICES
 from shoal.planner.inputs.cluster import Cluster, Device, from_matrices
 from shoal.planner.prediction.play import GRADIENT, Play
 from shoal.planner.prediction.seats import Seats
@@ -42,7 +46,9 @@ PLAIN_BYTES = 32_000_000  # that a plain socket is measured with
 AGREEING_S = {"regions": 0.9}  # averaging and agreeing, by the planner; elsewhere:
 AGREEING_ELSEWHERE_S = 0.4
 TRANSPORTS = ("shares", "windows", "unlimited", "fluid")
-START_S = 1.0  # of the first step: 0 says that nothing was measured yet
+START_S = 1.0  # of the first step: 0 says that nothing was measured yet; and between rounds
+BEGUN_S = 0.1  # in which all hosts begin with a round
+ADDING_S = 0.02  # of a chunk
 MOST_BYTES = 1 << 20  # that may be written at once without our windows
 LOOK_S = 0.05  # between two samples of the lines
 QUEUED_S = 2e-3  # a line with a longer queue is full
@@ -69,6 +75,38 @@ class Lab(Play):
                 act(then)
 
             self.carrier.send(source, target, nbytes, 0 if GRADIENT in tensors else 1, now, arrived)
+
+
+class Round:
+    """One round of averaging: of every slice each host has a chunk from each other one, and sends its sum to all."""
+
+    def __init__(self, carrier: Carrier, at: At, hosts: int, chunk_bytes: int) -> None:
+        self._carrier, self._at, self._hosts, self._chunk_bytes = carrier, at, hosts, chunk_bytes
+        self._parts = {(host, slice_): hosts - 1 for host in range(hosts) for slice_ in range(SLICES)}
+        self._sums = dict.fromkeys(range(hosts), SLICES * (hosts - 1))
+        self.gathered_s: list[float] = []  # by whom does not matter
+
+    def begin(self, host: int, now: float) -> None:
+        for slice_ in range(SLICES):
+            for other in self._others(host):
+                self._carrier.send(host, other, self._chunk_bytes, 0, now, functools.partial(self._part, other, slice_))
+
+    def _others(self, host: int) -> list[int]:
+        return [(host + place) % self._hosts for place in range(1, self._hosts)]
+
+    def _part(self, host: int, slice_: int, now: float) -> None:
+        self._parts[host, slice_] -= 1
+        if not self._parts[host, slice_]:
+            self._at(now + ADDING_S, functools.partial(self._summed, host))
+
+    def _summed(self, host: int, now: float) -> None:
+        for other in self._others(host):
+            self._carrier.send(host, other, self._chunk_bytes, 1, now, functools.partial(self._sum, other))
+
+    def _sum(self, host: int, now: float) -> None:
+        self._sums[host] -= 1
+        if not self._sums[host]:
+            self.gathered_s.append(now)
 
 
 class Parts:
@@ -133,26 +171,62 @@ def plain_Bps(topology: Topology) -> float:
     return PLAIN_BYTES / (ends_s[0] - START_S)
 
 
+def carrier_of(transport: str, topology: Topology, at: At, rng: np.random.Generator) -> Carrier:
+    _, delay_s, rates_Bps, buffer_s = cluster_of(topology)
+    if transport == "fluid":
+        return Fluid(at, delay_s, rates_Bps, rng)
+    return Network(at, delay_s, rates_Bps, buffer_s, rng, sharing=transport == "shares")
+
+
+def without_windows(transport: str) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    if transport == "unlimited":
+        for window in (PathWindow, UplinkWindow):
+            stack.enter_context(mock.patch.object(window, "room_bytes", lambda self, *nbytes: MOST_BYTES))
+    return stack
+
+
+def averaging(name: str, transport: str, seed: int, rounds: int, nbytes: float) -> dict[str, Any]:
+    """Rounds with a pause of a second between them."""
+    hosts = SHAPES.get(name, SHAPE)[0]
+    topology, rng = topology_of(name, hosts), np.random.default_rng(seed)
+    events: list[tuple[float, int, Act]] = []
+    serial = itertools.count()
+
+    def at(when: float, act: Act) -> None:
+        heapq.heappush(events, (when, next(serial), act))
+
+    carrier, chunk_bytes, now, seconds = carrier_of(transport, topology, at, rng), int(nbytes / hosts / SLICES), 0.0, []
+    plain = plain_Bps(topology)
+    with without_windows(transport):
+        for _ in range(rounds):
+            start = now = now + START_S
+            played = Round(carrier, at, hosts, chunk_bytes)
+            for host in range(hosts):
+                at(start + rng.uniform(0.0, BEGUN_S), functools.partial(played.begin, host))
+            while len(played.gathered_s) < hosts:
+                now, _, act = heapq.heappop(events)
+                act(now)
+            seconds.append(now - start)
+    bound_s = 2 * (hosts - 1) / hosts * nbytes / plain
+    row = {"ratio": bound_s / statistics.mean(seconds[1:]), "plain_MBps": plain / 1e6, "first_s": seconds[0]}
+    row["longest_s"] = max(seconds[1:])
+    if isinstance(carrier, Network):
+        row["again"] = sum(flow.again for flow in carrier.flows.values())
+    return {key: float(f"{value:.3g}") for key, value in row.items()}
+
+
 def measure(name: str, transport: str, seed: int, steps: int, inflight: int) -> dict[str, Any]:
     hosts, stages = SHAPES.get(name, SHAPE)
     topology = topology_of(name, hosts)
-    cluster, delay_s, rates_Bps, buffer_s = cluster_of(topology)
+    cluster = cluster_of(topology)[0]
     stage_of = tuple(host % stages for host in range(hosts))
     times_s = (FORWARD_S,) * hosts, (BACKWARD_S,) * hosts
     seats = Seats(stage_of, *times_s, (1.0,) * stages, float(TENSOR_BYTES), 0.0, BATCH, inflight)
     rng = np.random.default_rng(seed)
-
-    def carrier(at: At) -> Carrier:
-        if transport == "fluid":
-            return Fluid(at, delay_s, rates_Bps, rng)
-        return Network(at, delay_s, rates_Bps, buffer_s, rng, sharing=transport == "shares")
-
     plain = plain_Bps(topology)
-    with contextlib.ExitStack() as stack:
-        if transport == "unlimited":
-            for window in (PathWindow, UplinkWindow):
-                stack.enter_context(mock.patch.object(window, "room_bytes", lambda self, *nbytes: MOST_BYTES))
-        play = Lab(seats, cluster, seed, carrier)
+    with without_windows(transport):
+        play = Lab(seats, cluster, seed, lambda at: carrier_of(transport, topology, at, rng))
         parts = Parts(play.carrier, hosts) if isinstance(play.carrier, Network) else None
         start, seconds = START_S, []
         for step in range(steps):
@@ -188,12 +262,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--inflight", type=int, default=0, help="of each owner; 0: as run.inflight = auto")
     parser.add_argument("--parts", action="store_true", help="where each uplink spends a step")
+    parser.add_argument("--averaging", action="store_true", help="rounds among the hosts, as many as `--steps`")
+    parser.add_argument("--megabytes", type=float, default=30.0, help="that are averaged")
     asked = parse(parser)
     rows: dict[str, list[dict[str, Any]]] = {}
     for name in asked.lines.split(","):
         for transport in TRANSPORTS:
             for seed in range(asked.seeds):
-                row = measure(name, transport, seed, asked.steps, asked.inflight)
+                if asked.averaging:
+                    row = averaging(name, transport, seed, asked.steps, 1e6 * asked.megabytes)
+                else:
+                    row = measure(name, transport, seed, asked.steps, asked.inflight)
                 rows.setdefault(f"{name} {transport}", []).append(row)
                 words = [f"{key} {value:g}" for key, value in row.items() if key != "parts"]
                 print(f"{name:>8} {transport:9}", *words, file=sys.stderr, flush=True)
@@ -202,7 +281,8 @@ def main() -> None:
     means = {key: statistics.mean(row["ratio"] for row in each) for key, each in rows.items()}
     worst = min(means[f"{name} shares"] / means[f"{name} fluid"] for name in asked.lines.split(","))
     setting = {"inflight": asked.inflight, "seeds": asked.seeds, "lines": rows}
-    report("hops in the surrogate", worst, "of a perfect transport", at_least(WANTED), setting, asked.record)
+    what = "averaging" if asked.averaging else "hops"
+    report(f"{what} in the surrogate", worst, "of a perfect transport", at_least(WANTED), setting, asked.record)
 
 
 if __name__ == "__main__":
