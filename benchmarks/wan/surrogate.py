@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.congestion.shares import Report, Shares
 from shoal.transport.streams.channel import WRITE_BYTES
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
@@ -244,7 +245,7 @@ class Flow:
         """A turn of the engine. Another one comes at `resume_at`, or when it is woken."""
         self.connection.resume_at = None
         self.want = next(self.connection.steps)
-        while self.want is WaitFor.AGAIN or (self.want is WaitFor.WRITE and 2 * self.unsent < self.lowat):
+        while self.want is WaitFor.AGAIN or (self.want is WaitFor.EITHER and 2 * self.unsent < self.lowat):
             self.want = next(self.connection.steps)
         self._sleep(now)
 
@@ -328,7 +329,7 @@ class Flow:
             self.inflight += piece.nbytes
             self.pace_at = max(now, self.pace_at) + piece.nbytes / self.bbr.pacing_Bps
             network.carry(self, piece, now)
-        if self.want is WaitFor.WRITE and 2 * self.unsent < self.lowat:
+        if self.want is WaitFor.EITHER and 2 * self.unsent < self.lowat:
             self.want = WaitFor.READ
             network.at(now, self.run)
 
@@ -380,10 +381,10 @@ class Flow:
                 shares.heard(str(self.source), report, now)
         for share in shares.told(now):
             flow = self.network.flows[int(share.peer), self.target]
-            self.network.control(self.target, flow.source, now, partial(flow.told, share.rate_Bps))
+            self.network.control(self.target, flow.source, now, partial(flow.told, share.rate_Bps, now))
 
-    def told(self, rate_Bps: float, now: float) -> None:
-        self.network.uplinks[self.source].take_share(self.connection, rate_Bps)
+    def told(self, rate_Bps: float, sent_s: float, now: float) -> None:
+        self.network.uplinks[self.source].take_share(self.connection, rate_Bps, sent_s)
 
     @property
     def waits(self) -> bool:
@@ -408,9 +409,11 @@ class Network:
         hosts = range(len(delay_s))
         self.up = [Line(rates_Bps[0], buffer_s) for _ in hosts]
         self.down = [Line(rates_Bps[1], buffer_s) for _ in hosts]
-        self.shares = {host: Shares() for host in hosts if sharing}
+        queues = [DownlinkQueue() for _ in hosts]
+        self.shares = {host: Shares(queues[host].queue_s) for host in hosts if sharing}
         self.uplinks = [
-            Uplink(self.shares[host].queue_s if sharing else lambda now: 0.0, clock=lambda: self.now) for host in hosts
+            Uplink(self.shares[host].queue_s if sharing else lambda now: 0.0, queues[host], clock=lambda: self.now)
+            for host in hosts
         ]
         self.flows: dict[tuple[int, int], Flow] = {}
 

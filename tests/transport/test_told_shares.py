@@ -71,6 +71,28 @@ def test_a_sender_follows_what_its_receiver_tells(tells: dict[Peer, float], monk
     asyncio.run(story())
 
 
+@linux
+def test_a_receiver_that_knows_no_limit_says_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the sender knows the queue of its own downlink."""
+    monkeypatch.setattr(Shares, "told", lambda self, now: [Share(peer, math.inf) for peer in self._senders])
+
+    async def story() -> None:
+        async with started(make(), make()) as (a, b):
+            known = a._sender._uplink._downlink_queue
+            assert known.queue_s(time.monotonic()) is None
+            until = time.monotonic() + 10
+            index = 0
+            while known.queue_s(time.monotonic()) is None and time.monotonic() < until:
+                a.send(b.name, *tensor(index))
+                assert await indices(b, 1) == [index]
+                index += 1
+            queue_s = known.queue_s(time.monotonic())
+            assert queue_s is not None and 0.0 <= queue_s < 1.0
+            assert b._receiver._shares._own_queue_s(time.monotonic()) is None, "it has sent nothing"
+
+    asyncio.run(story())
+
+
 def test_a_stream_of_several_connections_is_told_no_share(tells: dict[Peer, float]) -> None:
     async def story() -> None:
         async with started(without_bbr(), make()) as (a, b):
@@ -110,7 +132,7 @@ def test_what_a_sender_does_not_read_is_not_told_for_ever(tells: dict[Peer, floa
             tell = victim._receiver._streams[name, "bulk"].tell
             assert tell is not None
             for _ in range(200_000):
-                tell(share_told(1e6))
+                tell(share_told(1e6, 0.0))
             assert len(cast(Any, tell).__self__._untold) < 100
             other.send(victim.name, *tensor(0))
             assert await indices(victim, 1) == [0]
@@ -118,12 +140,12 @@ def test_what_a_sender_does_not_read_is_not_told_for_ever(tells: dict[Peer, floa
             assert channel._untold
             while channel._untold:  # the system took part of a record, and later shares came: the rest goes first
                 words += sock.recv(1 << 16)
-                tell(share_told(1e6))
+                tell(share_told(1e6, 0.0))
             sock.settimeout(0.5)
             with suppress(TimeoutError):
                 while True:
                     words += sock.recv(1 << 16)
-            assert words and words == (share_told(1e6) * len(words))[: len(words)]
+            assert words and words == (share_told(1e6, 0.0) * len(words))[: len(words)]
             sock.close()
 
     asyncio.run(story())
@@ -150,5 +172,5 @@ def test_words_that_are_no_shares_break_their_own_stream_at_most(tells: dict[Pee
 
 
 def test_a_share_is_what_was_told() -> None:
-    assert share(share_told(math.inf)) == math.inf and share(share_told(1e15)) == math.inf
-    assert share(share_told(0.0)) == 0.0 and share(share_told(123456.7)) == 123456.0
+    assert share(share_told(math.inf, 0.0)) == (math.inf, 0.0) and share(share_told(1e15, 1.5)) == (math.inf, 1.5)
+    assert share(share_told(0.0, 12.25)) == (0.0, 12.25) and share(share_told(123456.7, 3e6)) == (123456.0, 3e6)

@@ -53,9 +53,10 @@ LARGE = {
 }
 _prefix = struct.Struct(">I")
 _fragment = struct.Struct(">BIIIIH")
-_share = struct.Struct(">I")
+_share = struct.Struct(">IQ")
 FRAGMENT_HEAD_BYTES, TOLD_BYTES = _fragment.size, _share.size
 UNKNOWN_BPS, UNKNOWN_MS = (1 << 32) - 1, (1 << 16) - 1  # in a fragment's head; and a share of so much is no limit
+CLOCK_BITS = (1 << 64) - 1
 NO_REPORT = Report(0, math.inf, math.inf)
 
 _Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
@@ -133,14 +134,15 @@ def fragment(head: bytes | bytearray | memoryview) -> tuple[int, int, int, Repor
     return place, number, nbytes, Report(left_bytes, math.inf if most_Bps == UNKNOWN_BPS else most_Bps, queue_s)
 
 
-def share_told(rate_Bps: float) -> bytes:
-    """What a receiver of bulk says to the sender; inf: as fast as it likes."""
-    return _share.pack(int(min(rate_Bps, UNKNOWN_BPS)))
+def share_told(rate_Bps: float, now: float) -> bytes:
+    """What a receiver of bulk says to the sender; inf: as fast as it likes. `now`: by its own clock, which begins anywhere."""
+    return _share.pack(int(min(rate_Bps, UNKNOWN_BPS)), int(1e6 * now) & CLOCK_BITS)
 
 
-def share(words: bytes | bytearray | memoryview) -> float:
-    (rate_Bps,) = _share.unpack(words)
-    return math.inf if rate_Bps == UNKNOWN_BPS else float(rate_Bps)
+def share(words: bytes | bytearray | memoryview) -> tuple[float, float]:
+    """The share, and when it was sent."""
+    rate_Bps, sent_us = _share.unpack(words)
+    return math.inf if rate_Bps == UNKNOWN_BPS else float(rate_Bps), sent_us / 1e6
 
 
 class Largest:

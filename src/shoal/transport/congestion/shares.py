@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ LEAST_FACTOR = 0.7  # of what arrives, however long the queue is
 UNUSED_FACTOR, LONG_QUEUE_S = 0.99, 0.25
 FULL_ROUNDS = 3  # with a queue, before the line is known for the first time
 GROWTH, FAST_GROWTH, FREE_ROUNDS = 1.04, 1.1, 5  # of a line that is used and has no queue; after so many rounds of it
+GROWN = 1.06  # times the highest rate of arrival of BEST_S it may be by that: a queue shows a round trip late
 USED = 0.85  # of the line: it is used
 RATE_ROUNDS = 3  # that make a rate: what waited for a lost segment comes at once
 RATES_S = 2.0  # whose highest rate of arrival counts
@@ -72,7 +73,9 @@ class SharingSender:
 class Shares:
     """Times are the caller's, in seconds. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_queue_s: Callable[[float], float | None] = lambda now: None) -> None:
+        """`own_queue_s`: in this machine's downlink (downlink.py); None: what its senders see must do."""
+        self._own_queue_s = own_queue_s
         self.line_Bps = math.inf  # until it was full
         self._senders: dict[Peer, SharingSender] = {}
         self._round_at = 0.0
@@ -115,22 +118,20 @@ class Shares:
         active = self._active(now)
         self._look(active, now)
         self._begin(now)
-        if math.isinf(self.line_Bps):
-            return []
-        parts = self._divided(active, now)
+        parts = {} if math.isinf(self.line_Bps) else self._divided(active, now)
         # Who has nothing to send may begin with what would be its part
         first_Bps = self.line_Bps / (len(active) + 1)
         tells = []
         for peer, sender in self._senders.items():
             rate_Bps = max(LEAST_BPS, parts.get(peer, first_Bps))
-            due = peer in parts and now - sender.told_at >= RENEW_S
+            due = peer in active and now - sender.told_at >= RENEW_S
             if due or not LOWERED * sender.told_Bps <= rate_Bps <= RAISED * sender.told_Bps:
                 sender.told_Bps, sender.told_at = rate_Bps, now
                 tells.append(Share(peer, rate_Bps))
         return tells
 
     def queue_s(self, now: float) -> float:
-        """In this machine's downlink, as its senders see it: acknowledgements of what it sends itself wait there, too."""
+        """In this machine's downlink: acknowledgements of what it sends itself wait there, too."""
         return self._queue_s if now - self._round_at < QUEUE_KNOWN_S else 0.0
 
     def _active(self, now: float) -> dict[Peer, SharingSender]:
@@ -153,6 +154,9 @@ class Shares:
             _add(sender.rates_Bps, sender.nbytes / passed_s, now, RATES_S)
         _add(self._rates_Bps, arrived_Bps, now, BEST_S)
         queues_s = [each.report.queue_s for each in active.values() if not math.isinf(each.report.queue_s)]
+        own_s = self._own_queue_s(now)
+        if own_s is not None:
+            queues_s = [own_s]
         if not queues_s:
             self._queue_s = 0.0
             return
@@ -165,7 +169,8 @@ class Shares:
             self._full = 0
             if queue_s < QUEUE_S / 2 and arrived_Bps > USED * self.line_Bps:
                 self._free += 1
-                self.line_Bps *= FAST_GROWTH if self._free > FREE_ROUNDS else GROWTH
+                growth = FAST_GROWTH if self._free > FREE_ROUNDS else GROWTH
+                self.line_Bps = max(self.line_Bps, min(growth * self.line_Bps, GROWN * self._rates_Bps[0][1]))
 
     def _lower(self, arrived_Bps: float, queue_s: float, now: float) -> None:
         least_Bps = LEAST_PART * max(rate for _, rate in self._rates_Bps)

@@ -114,7 +114,7 @@ class Channel:
         whole = len(self._told) // TOLD_BYTES * TOLD_BYTES
         if whole:
             assert self._uplink is not None
-            self._uplink.take_share(self._connection, share(self._told[whole - TOLD_BYTES : whole]))
+            self._uplink.take_share(self._connection, *share(self._told[whole - TOLD_BYTES : whole]))
             del self._told[:whole]
 
     def telling(self, arrived: Callable[[int], None]) -> Callable[[bytes], None]:

@@ -32,6 +32,7 @@ class WaitFor(enum.Enum):
 
     READ = selectors.EVENT_READ
     WRITE = selectors.EVENT_WRITE
+    EITHER = selectors.EVENT_READ | selectors.EVENT_WRITE
     AGAIN = 4  # nothing: the other connections have their turn
     WOKEN = 8  # Engine.wake
 

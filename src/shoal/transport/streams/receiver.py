@@ -15,6 +15,7 @@ from shoal.core.messages import RANKS, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Incoming, Limits, StreamKind
 from shoal.transport.budget import Warnings
 from shoal.transport.congestion.busy_rate import BusyRate
+from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.congestion.shares import Shares
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission, PartialMessages, SenderRates
@@ -81,6 +82,7 @@ class Receiver:
         admission: Admission,
         presence: Presence,
         warnings: Warnings,
+        downlink_queue: DownlinkQueue,
     ) -> None:
         self._membership, self._limits, self._engines = membership, limits, engines
         self._receive_queue, self._admission = receive_queue, admission
@@ -88,7 +90,7 @@ class Receiver:
         self._streams: dict[tuple[Peer, StreamKind], IncomingStream] = {}  # each kind in its engine's thread only
         self._partial_messages = PartialMessages(PARTIAL_BLOBS * limits.blob_bytes)
         self._rates = {kind: SenderRates() for kind in STREAM_KINDS}
-        self._shares = Shares()
+        self._shares = Shares(downlink_queue.queue_s)
         self.downlink = BusyRate()
 
     def engine(self, kind: StreamKind) -> Engine:
@@ -173,7 +175,7 @@ class Receiver:
         if kind == "bulk" and len(incoming.connections) == 1:
             incoming.tell = stream.telling(lambda nbytes: self._shares.arrived(peer, nbytes, time.monotonic()))
         elif incoming.tell is not None:
-            incoming.tell(share_told(math.inf))
+            incoming.tell(share_told(math.inf, time.monotonic()))
             incoming.tell = None
             self._shares.forget(peer)
 
@@ -181,7 +183,7 @@ class Receiver:
         for share in self._shares.told(time.monotonic()):
             incoming = self._streams.get((share.peer, "bulk"))
             if incoming is not None and incoming.tell is not None:
-                incoming.tell(share_told(share.rate_Bps))
+                incoming.tell(share_told(share.rate_Bps, time.monotonic()))
 
     def _wait_for_turn(self, connection: Connection, incoming: IncomingStream, rank: int, number: int) -> Steps:
         """Until the fragments before this one are whole."""

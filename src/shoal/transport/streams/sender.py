@@ -19,6 +19,7 @@ from shoal.core.messages import Message, Peer
 from shoal.transport.base import MAX_CONTROL_BYTES, STREAM_KINDS, Limits, StreamKind
 from shoal.transport.budget import Warnings
 from shoal.transport.congestion.busy_rate import BusyRate
+from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.identity.identity import key_id_of
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams import handshake
@@ -48,11 +49,12 @@ class Sender(Generic[Route]):
         presence: Presence,
         warnings: Warnings,
         down_queue_s: Callable[[float], float],
+        downlink_queue: DownlinkQueue,
     ) -> None:
         self._name, self._membership, self._carrier = name, membership, carrier
         self._limits = limits
         self._engines, self._presence, self._warnings = engines, presence, warnings
-        self._uplink = Uplink(down_queue_s)
+        self._uplink = Uplink(down_queue_s, downlink_queue)
         self._queues: dict[tuple[Peer, StreamKind], SendQueue] = {}
         self._queued_bytes = {"control": QueuedBytes(ALL_CONTROL_BYTES), "bulk": QueuedBytes(math.inf)}
 

@@ -26,6 +26,7 @@ from typing import Generic
 from shoal.core.messages import Message, Peer
 from shoal.transport.base import STREAM_KINDS, Blob, Event, Incoming, Limits
 from shoal.transport.budget import Warnings
+from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.identity.invite import Membership
 from shoal.transport.streams.admission import Admission
 from shoal.transport.streams.carrier import Carrier, Route
@@ -54,11 +55,27 @@ class StreamTransport(Generic[Route]):
         self._receive_queue = ReceiveQueue(on_space=lambda: self._receiver.wake_all())
         self._presence = Presence(self._receive_queue)
         self._admission = Admission()
+        downlink_queue = DownlinkQueue()
         self._receiver = Receiver(
-            membership, limits, self._engines, self._receive_queue, self._admission, self._presence, self._warnings
+            membership,
+            limits,
+            self._engines,
+            self._receive_queue,
+            self._admission,
+            self._presence,
+            self._warnings,
+            downlink_queue,
         )
         self._sender = Sender(
-            name, membership, carrier, limits, self._engines, self._presence, self._warnings, self._receiver.queue_s
+            name,
+            membership,
+            carrier,
+            limits,
+            self._engines,
+            self._presence,
+            self._warnings,
+            self._receiver.queue_s,
+            downlink_queue,
         )
         self._unrouted = UnroutedPeers(self._receive_queue, give_up=self._sender.forget)
         self._listener = Listener(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from shoal.slots import RankTurns
 from shoal.transport.congestion.busy_rate import BusyRate
+from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.congestion.shares import LEAST_BPS, SHARE_S, Report, max_min
 from shoal.transport.congestion.windows import Acknowledged, PathSample, PathWindow, Restarts, UplinkWindow
 from shoal.transport.streams.engine import Connection, Steps, WaitFor
@@ -72,10 +73,15 @@ class Uplink:
     Where the system does not say what was acknowledged, nothing is limited."""
 
     def __init__(
-        self, down_queue_s: Callable[[float], float] = lambda now: 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        down_queue_s: Callable[[float], float] = lambda now: 0.0,
+        downlink_queue: DownlinkQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`down_queue_s`: in this machine's downlink, now: acknowledgements wait there. `clock`: the engine's seconds."""
+        """`down_queue_s`: in this machine's downlink, now: acknowledgements wait there. `downlink_queue`: is told when receivers have said
+        their shares. `clock`: the engine's seconds."""
         self._down_queue_s, self._clock = down_queue_s, clock
+        self._downlink_queue = downlink_queue or DownlinkQueue()
         self._window = UplinkWindow()
         self._sent: dict[Connection, Sent] = {}
         self._waiting: deque[Connection] = deque()
@@ -92,11 +98,12 @@ class Uplink:
         with contextlib.suppress(AttributeError, OSError, struct.error):
             self._sent[connection] = Sent(_info(connection.sock).delivered_bytes, hear)
 
-    def take_share(self, connection: Connection, rate_Bps: float) -> None:
-        """Its receiver has said what part of its line this connection may use."""
+    def take_share(self, connection: Connection, rate_Bps: float, sent_s: float) -> None:
+        """Its receiver has said what part of its line this connection may use, and when, by its own clock."""
         sent = self._sent.get(connection)
         if sent is not None:
             now = self._clock()
+            self._downlink_queue.heard(connection, sent_s, now)
             sent.share_Bps, sent.share_until = max(rate_Bps, LEAST_BPS), now + SHARE_S
             self._pace(connection, sent, now)
 
@@ -139,7 +146,8 @@ class Uplink:
                 except BlockingIOError:
                     self._end_turn(connection)
                     connection.resume_at = self._clock() + LOOK_S
-                    yield WaitFor.WRITE
+                    yield WaitFor.EITHER
+                    self._hear(connection, at_once=True)
                     continue
                 data = data[nbytes:]
                 if connection in self._sent:
@@ -150,9 +158,9 @@ class Uplink:
         finally:
             self._end_turn(connection)
 
-    def _hear(self, connection: Connection) -> None:
+    def _hear(self, connection: Connection, *, at_once: bool = False) -> None:
         sent, now = self._sent.get(connection), self._clock()
-        if sent is None or now - sent.heard_at < HEAR_S:
+        if sent is None or (now - sent.heard_at < HEAR_S and not at_once):
             return
         sent.heard_at = now
         sent.hear()
