@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.leader.rebalance import MOVE_S, REST_MOVES, Fleet, Move, measure, place, rebalance
+from shoal.core.leader.rebalance import MOVE_S, REST_MOVES, Fleet, Move, _Plan, measure, place, rebalance
 from shoal.core.messages import Member
 
 
@@ -262,3 +263,25 @@ def test_moves_keep_every_bound_and_end(counts: list[int], data: st.DataObject) 
         fleet = after(fleet, moves, now=fleet.now + 1.5 * MOVE_S)
         assert {one.stage for one in fleet.members} >= served, "a stage is emptied"
     assert total <= 3 * members, "peers wander"
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([3.0, 8.0])), min_size=30, max_size=30),
+    st.lists(st.integers(0, 29), max_size=4),
+)
+def test_of_members_that_are_alike_the_last_is_as_good_as_any(
+    counts: list[int], kinds: list[tuple[float, float]], moved: list[int]
+) -> None:
+    """Places break ties."""
+    recent = tuple(Move(f"p{i}", 1, 0, 0.0, "") for i in moved)
+    known: dict[str, Any] = {"seconds": tuple(0.1 + 0.1 * s for s in range(len(counts))), "recent": recent, "now": 90.0}
+    alike = a_fleet(
+        *counts,
+        speeds={f"p{i}": speed for i, (speed, _) in enumerate(kinds)},
+        lines={f"p{i}": line for i, (_, line) in enumerate(kinds)},
+        **known,
+    )
+    with mock.patch.object(_Plan, "unlike", lambda self, stage: tuple(enumerate(self.groups[stage]))):
+        wanted = rebalance(alike)
+    assert rebalance(alike) == wanted

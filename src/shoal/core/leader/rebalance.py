@@ -149,6 +149,7 @@ class _Plan:
         self.began = tuple(self.power)
         self.groups: list[list[Member]] = [[] for _ in range(fleet.stages)]  # who may be taken from, and who stays
         self.coming = [0] * fleet.stages
+        self._unlike: dict[int, tuple[tuple[int, Member], ...]] = {}  # of a group, see `unlike`
         for one in fleet.members:
             self.groups[one.stage].append(one)
         for one in fleet.loading:
@@ -171,9 +172,9 @@ class _Plan:
         if self.coming[thin] >= max(1, served):
             return None  # its replicas have downloads enough to serve
         chosen: tuple[tuple[float, float, int, int], Member] | None = None
-        for giver, group in enumerate(self.groups):
+        for giver in range(self.fleet.stages):
             rests = (giver, thin) in self.back
-            for at, one in enumerate(group if self._may_give(giver, thin, empty) else ()):
+            for at, one in self.unlike(giver) if self._may_give(giver, thin, empty) else ():
                 left, brought = self.power[giver] - self.serves(one, giver), self.serves(one, thin)
                 if left < self.power[thin] + MARGIN * brought and not empty:
                     continue
@@ -184,6 +185,18 @@ class _Plan:
                 if chosen is None or worth > chosen[0]:
                     chosen = worth, one
         return chosen[1] if chosen else None
+
+    def unlike(self, stage: int) -> tuple[tuple[int, Member], ...]:
+        """Of a stage's members that move as well as one another the last, with its place: 10,000 peers of few kinds at hundreds of stages
+        would take minutes."""
+        if stage not in self._unlike:
+            speeds, lines = self.fleet.speeds, self.fleet.lines
+            found = {
+                (speeds.get(one.peer), lines.get(one.peer), one.peer in self.tired): (at, one)
+                for at, one in enumerate(self.groups[stage])
+            }
+            self._unlike[stage] = tuple(found.values())
+        return self._unlike[stage]
 
     def _may_give(self, giver: int, thin: int, empty: bool) -> bool:
         """That stage can spare a peer, and no move between the two is being made."""
@@ -199,6 +212,7 @@ class _Plan:
 
     def carry_out(self, who: Member, thin: int) -> None:
         self.groups[who.stage].remove(who)
+        self._unlike.pop(who.stage, None)
         self.power[who.stage] -= self.serves(who, who.stage)
         self.power[thin] += self.serves(who, thin)
         self.coming[thin] += 1
