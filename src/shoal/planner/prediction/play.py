@@ -95,7 +95,7 @@ class Play:
         if spread and self._leader is None:
             self._leader = self._members[int(rng.integers(len(self._members)))]
         self.computed = np.zeros(len(cluster.devices))
-        self.bars: list[Bar] = []
+        self.bars: list[Bar] = []  # of the last step: those of all would take gigabytes
         self._nbytes = {
             TOKENS: seats.tokens_bytes,
             OUTPUT: seats.boundary_bytes,
@@ -112,6 +112,7 @@ class Play:
         """All microbatches once; when the last is booked, and where a leader begins steps, when it knows."""
         if not self._owners:
             self._owners = self._new_owners(start)
+        self.bars.clear()
         for owner in self._owners.values():
             owner.owned = owner.owned.next_step()
         self._progress = progress = _Progress(microbatches, {})

@@ -88,7 +88,6 @@ def timeline(seats: Seats, cluster: Cluster, rng: np.random.Generator) -> tuple[
     """Who computes what when, in the microbatches of one step after another has warmed the wiring up; at most LONGEST of them."""
     play, microbatches = Play(seats, cluster, rng), min(seats.microbatches, LONGEST)
     start = play.run(microbatches, 0.0)
-    play.bars.clear()
     play.run(microbatches, start)
     return tuple(
         msgspec.structs.replace(bar, start_s=bar.start_s - start, end_s=bar.end_s - start) for bar in play.bars
