@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shoal.transport.congestion.downlink import BASE_S, FRESH_S, KNOWN_S, DownlinkQueue
+from shoal.transport.congestion.downlink import BASE_S, FRESH_S, KNOWN_S, MOST_WORDS, DownlinkQueue, Way
 
 WAYS_S = {"near": 0.006, "far": 0.15, "other": 0.09}
 CLOCKS_S = {"near": 0.0, "far": -7e6, "other": 3e8}  # that the receivers' clocks are ahead
@@ -72,6 +72,13 @@ def test_who_is_silent_says_nothing_and_is_forgotten() -> None:
     assert line.run(1.0) == pytest.approx(0.05, abs=0.005)
     line.run(BASE_S)
     assert set(line.queue._ways) == {"far"}
+
+
+def test_a_flood_of_words_is_not_kept() -> None:
+    way = Way()
+    for number in range(3 * MOST_WORDS):
+        way.heard(1e-3 * number, 1000.0 + 1e-5 * number)
+    assert len(way._base) == len(way._fresh) == MOST_WORDS
 
 
 @pytest.mark.parametrize("sent_s", [0.0, 1.8e13, 1e3])

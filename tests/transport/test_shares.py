@@ -7,12 +7,12 @@ import math
 import pytest
 
 from shoal.transport.congestion.shares import LEAST_BPS, ROUND_S, SILENT_S, Report, Share, Shares
+from shoal.transport.streams.uplink import PACE
 
 MB = 1e6
 BACKLOG = 10_000_000
 BUFFER_S = 0.3  # of queue; what is more is dropped
 LATE_S = 0.1  # until a share is followed, and a report is here
-PACE = 1.06
 
 
 class Line:

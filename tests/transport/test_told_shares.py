@@ -19,6 +19,7 @@ from shoal.transport.base import Lost
 from shoal.transport.congestion.shares import LEAST_BPS, Share, Shares
 from shoal.transport.identity.identity import Identity
 from shoal.transport.streams import uplink
+from shoal.transport.streams.engine import Connection, WaitFor
 from shoal.transport.streams.uplink import PACE, SO_MAX_PACING_RATE, Sent, Uplink
 from shoal.transport.wire import TOLD_BYTES, share, share_told
 
@@ -91,6 +92,19 @@ def test_a_receiver_that_knows_no_limit_says_when_it_says_so(monkeypatch: pytest
             assert b._receiver._shares._own_queue_s(time.monotonic()) is None, "it has sent nothing"
 
     asyncio.run(story())
+
+
+def test_who_is_not_measured_is_not_woken_by_what_it_does_not_hear() -> None:
+    """It would turn for as long as its system takes nothing. Systems other than Linux measure nothing."""
+    mine, other = socket.socketpair()
+    with mine, other:
+        mine.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                mine.send(bytes(1 << 16))
+        other.send(b"words")
+        connection = Connection(mine, lambda error: None)
+        assert next(Uplink().write(connection, memoryview(b"more"))) is WaitFor.WRITE
 
 
 def test_a_stream_of_several_connections_is_told_no_share(tells: dict[Peer, float]) -> None:

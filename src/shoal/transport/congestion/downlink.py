@@ -14,6 +14,7 @@ from collections.abc import Hashable
 BASE_S = 60.0  # whose quickest counts: clocks drift apart by milliseconds in a minute
 FRESH_S = 0.3  # whose quickest is now: a program reads late
 KNOWN_S = 0.5  # since the last one
+MOST_WORDS = 1024  # of one way that are kept: ten a second for more than BASE_S
 
 
 class DownlinkQueue:
@@ -42,8 +43,9 @@ class Way:
 
     def __init__(self) -> None:
         self.heard_at = 0.0
-        self._base: deque[tuple[float, float]] = deque()  # when, and how long: what is quicker than all after it
-        self._fresh: deque[tuple[float, float]] = deque()
+        # When, and how long: what is quicker than all after it
+        self._base = deque[tuple[float, float]](maxlen=MOST_WORDS)
+        self._fresh = deque[tuple[float, float]](maxlen=MOST_WORDS)
 
     def heard(self, took_s: float, now: float) -> None:
         self.heard_at = now

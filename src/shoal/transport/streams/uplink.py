@@ -146,7 +146,8 @@ class Uplink:
                 except BlockingIOError:
                     self._end_turn(connection)
                     connection.resume_at = self._clock() + LOOK_S
-                    yield WaitFor.EITHER
+                    # Who is not asked what it hears must not be woken for that
+                    yield WaitFor.EITHER if connection in self._sent else WaitFor.WRITE
                     self._hear(connection, at_once=True)
                     continue
                 data = data[nbytes:]
