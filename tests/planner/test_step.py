@@ -11,7 +11,7 @@ from shoal.planner.inputs.cluster import Cluster, Device
 from shoal.planner.prediction import averaging, play, timed
 from shoal.planner.prediction.lines import Lines
 from shoal.planner.prediction.play import Play
-from shoal.planner.prediction.seats import Seats, handed_bytes, paced, request_bytes
+from shoal.planner.prediction.seats import Seats, handed_bytes, paced, part_of, request_bytes
 from shoal.planner.prediction.step import Step, predict, rough_s, weighted
 
 
@@ -242,6 +242,70 @@ def test_a_long_step_is_extended_from_a_shorter_one(monkeypatch: pytest.MonkeyPa
     whole = predicted(given, lines(4))
     monkeypatch.setattr(timed, "LONGEST", 96)
     assert predicted(given, lines(4)).step_s == pytest.approx(whole.step_s, rel=0.1)
+
+
+def large_fleet(peers: int, stages: int, each: int, **changes: object) -> tuple[Seats, Cluster]:
+    rng = np.random.default_rng(5)
+    devices = tuple(
+        Device(name=f"p{i}", flops=1.0, up_Bps=25e6 * float(rng.uniform(0.5, 1.5)), down_Bps=25e6) for i in range(peers)
+    )
+    slower = rng.uniform(1.0, 1.8, peers)
+    given = seats(
+        tuple(device % stages for device in range(peers)),
+        forward_s=tuple(0.2 * slower),
+        backward_s=tuple(0.4 * slower),
+        microbatches=each * peers,
+    )
+    return msgspec.structs.replace(given, **changes), Cluster(
+        devices, np.full((peers, peers), 0.05), np.full((peers, peers), 1e15)
+    )
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_part_of_a_large_fleet_plays_what_its_long_steps_take(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    given, cluster = large_fleet(48, stages, 20)
+    monkeypatch.setattr(timed, "MOST_PLAYED", 10**6)
+    whole = predicted(given, cluster)
+    monkeypatch.setattr(timed, "MOST_PLAYED", 448)  # 16 of each of 28 machines
+    assert len(timed.shown_by(given)) in range(28 - stages, 28 + stages)
+    part = predicted(given, cluster)
+    assert part.microbatches_s == pytest.approx(whole.microbatches_s, rel=0.06)
+    for name in ("compute_busy", "up_busy", "down_busy"):
+        assert np.mean(getattr(part, name)) == pytest.approx(np.mean(getattr(whole, name)), rel=0.1), name
+    assert sum(part.sent_bytes) == pytest.approx(sum(whole.sent_bytes), rel=0.02)
+
+
+def test_a_part_has_not_exactly_a_stages_share_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13 of 48 replicas are 5 of 20, which would take 8 % longer."""
+    given = seats(tuple(int(device % 48 < 13) for device in range(48)), microbatches=48 * 20, turns=(TURNS,) * 48)
+    whole = predicted(given, lines(48, bandwidth_Bps=1e9))
+    monkeypatch.setattr(timed, "MOST_PLAYED", 320)
+    part = predicted(given, lines(48, bandwidth_Bps=1e9))
+    assert len(timed.shown_by(given)) == 20
+    assert part.microbatches_s == pytest.approx(whole.microbatches_s, rel=0.03)
+    for group in (range(13), range(13, 48)):
+        assert np.mean([part.compute_busy[at] for at in group]) == pytest.approx(
+            np.mean([whole.compute_busy[at] for at in group]), rel=0.03
+        )
+
+
+def test_routes_and_steps_that_are_played_whole_are_of_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, _ = large_fleet(48, 3, 20)
+    monkeypatch.setattr(timed, "MOST_PLAYED", 320)
+    assert timed.shown_by(msgspec.structs.replace(given, microbatches=320)) == list(range(48))
+    assert timed.shown_by(msgspec.structs.replace(given, routes=(((0,),),) * 48)) == list(range(48))
+    assert len(timed.shown_by(given)) < 48
+
+
+def test_a_part_of_a_fleet_keeps_each_machines_own() -> None:
+    given, _ = large_fleet(
+        6, 2, 4, turns=(1, 2, 3, 4, 5, 6), line_rates=(10, 20, 30, 40, 50, 60), leader=4, unseated=(1, 5)
+    )
+    part = part_of(given, [0, 3, 4, 5])
+    assert (part.stage_of, part.turns, part.line_rates) == ((0, 1, 0, 1), (1, 4, 5, 6), (10, 40, 50, 60))
+    assert (part.leader, part.unseated, part.microbatches) == (2, (3,), 16)
+    assert part.forward_s == tuple(given.forward_s[device] for device in (0, 3, 4, 5))
+    assert part_of(given, [0, 1]).leader is None
 
 
 def test_who_is_left_out_does_nothing_and_delays_nobody() -> None:

@@ -19,14 +19,13 @@ from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
 from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats, paced, thinned
-from shoal.planner.prediction.timed import LONGEST, MOST_PLAYED, each_shown, longest, played
+from shoal.planner.prediction.timed import LEAST_AT_STAGE, LONGEST, longest, most_machines, played
 
 # Machines of a sample: a larger fleet is thinned to so many. Of 480 machines at 31 stages 128 have 0.92 to 0.99 of the factor that all
 # have, 256 have 0.98: with four machines at a stage, rounded, fewer stages are about as thin as the thinnest
 LARGEST = 256
-# Or to fewer, so that what is played of a step shows its windows, but so many at a stage. 256 machines with ten microbatches each had
-# 310 s by four and two of each, where 64 to 256 with all ten have 243 to 248
-LEAST_AT_STAGE = 4
+# Or to fewer, so that what is played of a step shows its windows. 256 machines with ten microbatches each had 310 s by four and two of
+# each, where 64 to 256 with all ten have 243 to 248
 TIMED = 2  # steps, after WARM
 STEPS = WARM + TIMED + 1  # of a sample, the last one with its change
 
@@ -109,7 +108,7 @@ def planned(job: Job) -> tuple[Sample, Sample]:
 def thin(job: Job, composition: Composition) -> tuple[Composition, int]:
     """With so many machines at most, and as many microbatches for each of them."""
     of_each = job.microbatches / int((composition >= 0).sum())
-    shown = int(MOST_PLAYED / min(of_each, each_shown(job.seats)))
+    shown = most_machines(job.seats, of_each)
     kept = thinned(tuple(composition.tolist()), job.stages, min(LARGEST, max(LEAST_AT_STAGE * job.stages, shown)))
     whole = np.full_like(composition, -1)
     whole[kept] = composition[kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -92,6 +93,27 @@ def thinned(stage_of: tuple[int, ...], stages: int, most: int) -> list[int]:
         count = max(1, round(len(group) * share))
         kept += [group[number * len(group) // count] for number in range(count)]
     return sorted(kept)
+
+
+def part_of(seats: Seats, devices: list[int]) -> Seats:
+    """These devices' part of a step, without routes, which name devices that may be left out."""
+
+    def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(values[device] for device in devices) if values else ()
+
+    at = {device: place for place, device in enumerate(devices)}
+    return msgspec.structs.replace(
+        seats,
+        stage_of=of(seats.stage_of),
+        forward_s=of(seats.forward_s),
+        backward_s=of(seats.backward_s),
+        line_rates=of(seats.line_rates),
+        turns=of(seats.turns),
+        leader=None if seats.leader is None else at.get(seats.leader),
+        unseated=tuple(at[device] for device in seats.unseated if device in at),
+        routes=(),
+        microbatches=max(1, round(seats.microbatches * len(devices) / len(seats.members))),
+    )
 
 
 def line_rates(cluster: Cluster) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Seconds of a step's microbatches: some steps are played to warm the wiring up, and as many are timed.
 
-A long step is played in two lengths and extended.
+A long step is played in two lengths and extended; of a large fleet a part of the machines plays it.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 import numpy as np
@@ -12,12 +14,14 @@ from shoal.planner.costs.arrays import Floats
 from shoal.planner.inputs.cluster import Cluster
 from shoal.planner.prediction.detours import PlayWithDetours, may_be_full
 from shoal.planner.prediction.play import Bar, Play
-from shoal.planner.prediction.seats import Seats
+from shoal.planner.prediction.seats import Seats, handed_bytes, hop_s, part_of, thinned
 
 LONGEST = 192  # microbatches that are played; a longer step is extended from this many and half of them
 # A longer step is played with this many windows of every owner in the half, up to MOST_PLAYED microbatches. Of 16 owners with 12 and 6
 # microbatches each, steps of 512 came out up to 20 % off, either way: nothing shows there what a window does
 WINDOWS, WIDEST, MOST_PLAYED = 2, 16, 1024
+# Of a fleet that is too large for this, so many machines at a stage play it, or more if each of them still plays that many microbatches
+LEAST_AT_STAGE = 4
 # Steps that warm up such a one, and as many that are timed, of so many machines at most; of more, one. A comparison does with one
 SETTLED, SETTLED_MOST = 3, 32
 ROUNDS_MOST = 8  # steps that are played to warm up, and again to be timed: a short step depends on chance
@@ -39,6 +43,14 @@ def played(
 ) -> tuple[float, Used]:
     """Seconds of a step's microbatches, and what they take of each device. `spread`: of delays (lines.py). `settled`: steps that warm a
     long one up, and as many that are timed."""
+    if len(few := shown_by(seats)) < len(seats.members):
+        return _of_a_part(seats, few, cluster, rng, spread, settled)
+    return _of_all(seats, cluster, rng, spread, settled)
+
+
+def _of_all(
+    seats: Seats, cluster: Cluster, rng: np.random.Generator, spread: float, settled: int
+) -> tuple[float, Used]:
     if seats.microbatches <= LONGEST:
         return _timed(_play(seats, cluster, rng, spread), seats.microbatches, ROUNDS_LEAST if spread else 1)
     most = longest(seats)
@@ -51,6 +63,55 @@ def played(
     scale = seats.microbatches / most
     extended = Used(used.compute_s * scale, used.up_s * scale, used.down_s * scale, used.sent_bytes * scale)
     return whole_s + more * (whole_s - half_s), extended
+
+
+def _of_a_part(
+    seats: Seats, few: list[int], cluster: Cluster, rng: np.random.Generator, spread: float, settled: int
+) -> tuple[float, Used]:
+    """By what these machines take. Stages have not exactly the same share of them, and their slowest may be left out: so much longer as
+    the whole is by arithmetic. A machine that is left out takes what the one before it at its stage does."""
+    part, their_cluster = part_of(seats, few), cluster.chosen(few)
+    seconds, used = _of_all(part, their_cluster, rng, spread, settled)
+    at, factors = np.full(len(seats.stage_of), -1), np.zeros(len(seats.stage_of))
+    for stage in range(seats.stages):
+        group, kept = seats.replicas(stage), [place for place, own in enumerate(part.stage_of) if own == stage]
+        of_each, of_kept = seats.microbatches / len(group), part.microbatches / len(kept)
+        for number, device in enumerate(group):
+            at[device], factors[device] = kept[number * len(kept) // len(group)], of_each / of_kept
+    longer = _passed_s(seats, cluster) / _passed_s(part, their_cluster)
+    spread_out = (each[at] * factors for each in (used.compute_s, used.up_s, used.down_s, used.sent_bytes))
+    return seconds * longer, Used(*spread_out)
+
+
+def _passed_s(seats: Seats, cluster: Cluster) -> float:
+    """What the microbatches take where nothing waits, by arithmetic: between what the slowest stage takes with all its replicas busy, and
+    what the replica takes that has most to do in its turns. Others take a part of that one's."""
+    sent, received = handed_bytes(seats)
+    turns = seats.turns or (1,) * len(seats.stage_of)
+    of_a_stage_s = of_a_replica_s = 0.0
+    for stage in range(seats.stages):
+        group, seconds = seats.replicas(stage), list[float]()
+        for device in group:
+            machine = cluster.devices[device]
+            line_s = max(sent[stage] / (machine.up_Bps or math.inf), received[stage] / (machine.down_Bps or math.inf))
+            seconds.append(max(hop_s(seats, device), line_s))
+        longest_s = max(turns[device] * own_s for device, own_s in zip(group, seconds, strict=True))
+        of_a_replica_s = max(of_a_replica_s, longest_s / max(1, sum(turns[device] for device in group)))
+        of_a_stage_s = max(of_a_stage_s, 1 / sum(1 / own_s for own_s in seconds))
+    return seats.microbatches * math.sqrt(of_a_stage_s * of_a_replica_s)
+
+
+def shown_by(seats: Seats) -> list[int]:
+    """The machines that play a step: a part of them where that shows what a window does, and all do not."""
+    if seats.routes or seats.microbatches <= longest(seats):
+        return seats.members
+    most = max(LEAST_AT_STAGE * seats.stages, most_machines(seats, seats.microbatches / len(seats.members)))
+    return thinned(seats.stage_of, seats.stages, most)
+
+
+def most_machines(seats: Seats, of_each: float) -> int:
+    """That play as many microbatches as are to be played of each, of so many `of_each`, at once."""
+    return int(MOST_PLAYED / min(of_each, each_shown(seats)))
 
 
 def longest(seats: Seats) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from shoal.planner.inputs.cluster import Cluster
-from shoal.planner.prediction.seats import Seats, thinned
+from shoal.planner.prediction.seats import Seats, part_of, thinned
 from shoal.planner.strategy.pricing import Option, placed
 from shoal.planner.strategy.problem import Problem
 
@@ -58,10 +58,10 @@ def best(problem: Problem, option: Option, seconds: Seconds) -> Option | None:
     chosen = thinned(option.seats.stage_of, option.stages, FEW)
     few = problem.cluster.chosen(chosen)
     tried = range(0, len(options), 2)
-    steps = {at: seconds(_of(options[at].seats, chosen), few) for at in tried}
+    steps = {at: seconds(part_of(options[at].seats, chosen), few) for at in tried}
     at = min(steps, key=lambda each: (steps[each], each))
     beside = (near for near in (at - 1, at + 1) if near in range(len(options)))
-    steps |= {near: seconds(_of(options[near].seats, chosen), few) for near in beside}
+    steps |= {near: seconds(part_of(options[near].seats, chosen), few) for near in beside}
     return options[min(steps, key=lambda each: (steps[each], each))]
 
 
@@ -75,19 +75,3 @@ def _fits(problem: Problem, stages: int, count: int) -> bool:
     tensor_bytes = max(problem.profile.boundary_bytes, problem.returned_bytes)
     kept = min(2 * stages * count, 3 * problem.work.microbatches)
     return kept * tensor_bytes <= problem.store_limits.keep_bytes
-
-
-def _of(seats: Seats, chosen: list[int]) -> Seats:
-    """These devices' part of a step, without routes, which name devices that may be left out."""
-    members = len(seats.members)
-    if len(chosen) == members == len(seats.stage_of):
-        return msgspec.structs.replace(seats, routes=())
-    return msgspec.structs.replace(
-        seats,
-        stage_of=tuple(seats.stage_of[device] for device in chosen),
-        forward_s=tuple(seats.forward_s[device] for device in chosen),
-        backward_s=tuple(seats.backward_s[device] for device in chosen),
-        line_rates=tuple(seats.line_rates[device] for device in chosen) if seats.line_rates else (),
-        routes=(),
-        microbatches=max(1, round(seats.microbatches * len(chosen) / members)),
-    )
