@@ -35,7 +35,7 @@ from shoal.planner.prediction.play import GRADIENT, Play
 from shoal.planner.prediction.seats import Seats
 from shoal.transport.congestion.windows import PathWindow, UplinkWindow
 from wan.lab import Topology
-from wan.surrogate import Act, At, Carrier, Fluid, Network
+from wan.surrogate import Act, At, Carrier, Fluid, Network, Round
 from wan_hops import delays_s, topology_of
 
 WANTED = 0.9  # of fluid
@@ -48,7 +48,6 @@ AGREEING_ELSEWHERE_S = 0.4
 TRANSPORTS = ("shares", "windows", "unlimited", "fluid")
 START_S = 1.0  # of the first step: 0 says that nothing was measured yet; and between rounds
 BEGUN_S = 0.1  # in which all hosts begin with a round
-ADDING_S = 0.02  # of a chunk
 MOST_BYTES = 1 << 20  # that may be written at once without our windows
 LOOK_S = 0.05  # between two samples of the lines
 QUEUED_S = 2e-3  # a line with a longer queue is full
@@ -75,38 +74,6 @@ class Lab(Play):
                 act(then)
 
             self.carrier.send(source, target, nbytes, 0 if GRADIENT in tensors else 1, now, arrived)
-
-
-class Round:
-    """One round of averaging: of every slice each host has a chunk from each other one, and sends its sum to all."""
-
-    def __init__(self, carrier: Carrier, at: At, hosts: int, chunk_bytes: int) -> None:
-        self._carrier, self._at, self._hosts, self._chunk_bytes = carrier, at, hosts, chunk_bytes
-        self._parts = {(host, slice_): hosts - 1 for host in range(hosts) for slice_ in range(SLICES)}
-        self._sums = dict.fromkeys(range(hosts), SLICES * (hosts - 1))
-        self.gathered_s: list[float] = []  # by whom does not matter
-
-    def begin(self, host: int, now: float) -> None:
-        for slice_ in range(SLICES):
-            for other in self._others(host):
-                self._carrier.send(host, other, self._chunk_bytes, 0, now, functools.partial(self._part, other, slice_))
-
-    def _others(self, host: int) -> list[int]:
-        return [(host + place) % self._hosts for place in range(1, self._hosts)]
-
-    def _part(self, host: int, slice_: int, now: float) -> None:
-        self._parts[host, slice_] -= 1
-        if not self._parts[host, slice_]:
-            self._at(now + ADDING_S, functools.partial(self._summed, host))
-
-    def _summed(self, host: int, now: float) -> None:
-        for other in self._others(host):
-            self._carrier.send(host, other, self._chunk_bytes, 1, now, functools.partial(self._sum, other))
-
-    def _sum(self, host: int, now: float) -> None:
-        self._sums[host] -= 1
-        if not self._sums[host]:
-            self.gathered_s.append(now)
 
 
 class Parts:

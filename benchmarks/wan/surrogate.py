@@ -7,6 +7,7 @@ The planner's play (planner/prediction/play.py) says what is sent where and when
                 the way and the sender's downlink; control messages wait among both
     Flow        a connection: BBR as in Linux, and the answers of TCP_INFO, for the Uplink of uplink.py, which runs unchanged on it,
                 like each receiver's Shares
+    Round       one of averaging over these lines
     Fluid       instead of all that: lines that all pairs share max-min fairly and at once, without queues: a perfect transport
 
 Not modelled: processors (a host sends at once), TLS, delayed and lost acknowledgements, timeouts of TCP and of requests, joining.
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shoal.core.allreduce.layout import SLICES
 from shoal.transport.congestion.downlink import DownlinkQueue
 from shoal.transport.congestion.shares import Report, Shares
 from shoal.transport.streams.channel import WRITE_BYTES
@@ -45,6 +47,7 @@ SEGMENT_BYTES = 1448
 FRAMING = 1500 / 1448 * 1.0015  # TCP and IP, and TLS
 ACK_BYTES = 52
 CONTROL_BYTES = 400
+ADDING_S = 0.02  # of a chunk of a round
 LATE_S = 0.005  # at most, until a program handles a message
 ZEROS = memoryview(bytes(WRITE_BYTES))
 Act = Callable[[float], None]
@@ -61,6 +64,38 @@ class Carrier(Protocol):
     def send(self, source: int, target: int, nbytes: int, rank: int, now: float, act: Act) -> None: ...
 
     def control(self, source: int, target: int, now: float, act: Act) -> None: ...
+
+
+class Round:
+    """One round of averaging: of every slice each host has a chunk from each other one, and sends its sum to all."""
+
+    def __init__(self, carrier: Carrier, at: At, hosts: int, chunk_bytes: int) -> None:
+        self._carrier, self._at, self._hosts, self._chunk_bytes = carrier, at, hosts, chunk_bytes
+        self._parts = {(host, slice_): hosts - 1 for host in range(hosts) for slice_ in range(SLICES)}
+        self._sums = dict.fromkeys(range(hosts), SLICES * (hosts - 1))
+        self.gathered_s: list[float] = []  # by whom does not matter
+
+    def begin(self, host: int, now: float) -> None:
+        for slice_ in range(SLICES):
+            for other in self._others(host):
+                self._carrier.send(host, other, self._chunk_bytes, 0, now, partial(self._part, other, slice_))
+
+    def _others(self, host: int) -> list[int]:
+        return [(host + place) % self._hosts for place in range(1, self._hosts)]
+
+    def _part(self, host: int, slice_: int, now: float) -> None:
+        self._parts[host, slice_] -= 1
+        if not self._parts[host, slice_]:
+            self._at(now + ADDING_S, partial(self._summed, host))
+
+    def _summed(self, host: int, now: float) -> None:
+        for other in self._others(host):
+            self._carrier.send(host, other, self._chunk_bytes, 1, now, partial(self._sum, other))
+
+    def _sum(self, host: int, now: float) -> None:
+        self._sums[host] -= 1
+        if not self._sums[host]:
+            self.gathered_s.append(now)
 
 
 class Line:

@@ -89,3 +89,15 @@ def test_a_perfect_transport_shares_lines_max_min_fairly(surrogate: ModuleType) 
         fluid.send(*pair, 3_000_000, 1, 1.0, arrived)
     events.run_until(ends, 3)
     assert list(times_s.values()) == pytest.approx([6e6 * surrogate.FRAMING / 6.25e6] * 3)
+
+
+def test_a_round_ends_when_every_host_has_every_sum(surrogate: ModuleType) -> None:
+    """Three hosts with 3 MB each: two thirds of that leave each line twice, over perfect lines of 6.25 MB/s without a delay."""
+    events, rng = Events(), np.random.default_rng(0)
+    carrier = surrogate.Fluid(events.at, [[0.0] * 3] * 3, RATES_Bps, rng)
+    one = surrogate.Round(carrier, events.at, 3, int(1e6 / surrogate.SLICES))
+    for host in range(3):
+        one.begin(host, 1.0)
+    events.run_until(one.gathered_s, 3)
+    least_s = 2 * 2e6 * surrogate.FRAMING / 6.25e6
+    assert max(one.gathered_s) - 1.0 == pytest.approx(least_s, rel=0.1)
