@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from random import Random
 
@@ -12,9 +17,12 @@ from shoal import config as configuration
 from shoal.cli import main as program
 from shoal.config import Config
 from shoal.exit_codes import ExitCode
+from shoal.launcher import process
+from shoal.launcher.chaos.chaos import LOOK_S, Chaos
 from shoal.launcher.chaos.schedule import Act, Kind, Rates, choose, drawn, from_trace, named, read
 from shoal.launcher.files.rundir import LocalPeer, MemberSeat, PeersFile
 from shoal.launcher.process import Process
+from shoal.runtime.records.report import replace
 from shoal.sim.faults.preemption import Change, most, some
 from shoal.sim.faults.preemption import read as read_trace
 
@@ -258,3 +266,35 @@ def test_what_a_user_can_mend_is_one_line(
 ) -> None:
     assert program.main(["chaos", str(tmp_path), *words]) == ExitCode.USER_ERROR
     assert said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- end
+
+
+def test_chaos_ends_when_the_launcher_has_seen_whom_it_removed(tmp_path: Path) -> None:
+    """Else the launcher takes it for a peer that is lost, and starts another one."""
+    me = process.identify(os.getpid())
+    sleepers = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        peers = []
+        for at, sleeper in enumerate(sleepers):
+            identified = process.identify(sleeper.pid)
+            assert identified is not None and me is not None
+            peers.append(LocalPeer(f"p{at}", identified, 0, peer=f"name{at}"))
+        seats = (*(MemberSeat(peer.label, 0) for peer in peers), MemberSeat("", 0))
+        run = PeersFile(launcher=me, started=True, peers=tuple(peers), members=seats)
+        (tmp_path / "peers.json").write_bytes(msgspec.json.encode(run))
+        chaos = Chaos(tmp_path, Random(0), lose_stages=False)
+        ends = threading.Thread(target=chaos.run, args=((an_act("remove", "p1"),),), daemon=True)
+        ends.start()
+        assert sleepers[1].wait(20) == -signal.SIGKILL
+        ends.join(4 * LOOK_S)
+        assert ends.is_alive(), "peers.json still has it"
+        replace(tmp_path / "peers.json", msgspec.json.encode(msgspec.structs.replace(run, peers=run.peers[:1])))
+        ends.join(20)
+        assert not ends.is_alive()
+        assert sleepers[0].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.communicate()

@@ -47,7 +47,7 @@ class Chaos:
         self.over = False  # the run is finished, or its launcher has ended
         self._began_s = time.monotonic()
         self._wanted = 0
-        self._away: set[str] = set()  # killed or stopped by this
+        self._away: dict[str, bool] = {}  # labels of peers killed (True), stopped or cut off by this
         self._held: dict[str, Process] = {}  # stopped now and then, to be continued at the end
         self._faults: list[Fault] = []  # of links, now
         self._armed: list[tuple[Act, float]] = []  # wait for their moment, until then
@@ -121,11 +121,11 @@ class Chaos:
         by = f" {act.by:g}x" if act.kind == "slow" else ""
         self._say(f"{act.kind} {peer.label}{where}{by}{lasting}: {act.why}")
         if number == signal.SIGKILL:
-            self._away.add(peer.label)
+            self._away[peer.label] = True
             return
         self._held[peer.label] = peer.process
         if act.kind == "stop":
-            self._away.add(peer.label)
+            self._away[peer.label] = False
             self._at(self._now() + act.length_s, partial(self._wake, peer.label))
         else:
             self._halt(peer.label, self._now() + act.length_s, act.by)
@@ -149,14 +149,16 @@ class Chaos:
         self._tell_faults()
         labels = [peer.label for peer in side]
         if act.kind in ("cut", "hole"):
-            self._away.update(labels)
+            for label in labels:
+                self._away.setdefault(label, False)
         self._say(f"{act.kind} {', '.join(labels)}{act.how()}: {act.why}")
         self._at(self._now() + act.length_s, partial(self._heal, fault, labels))
 
     def _heal(self, fault: Fault, labels: list[str]) -> None:
         self._faults.remove(fault)
         self._tell_faults()
-        self._away.difference_update(labels)
+        for label in labels:
+            self._back(label)
         self._say(f"links of {', '.join(labels)} are as before")
 
     def _tell_faults(self) -> None:
@@ -173,9 +175,14 @@ class Chaos:
         process.send(self._held[label], signal.SIGCONT)
         self._at(self._now() + PERIOD_S / by, partial(self._halt, label, until_s, by))
 
+    def _back(self, label: str) -> None:
+        """It is no longer stopped or cut off."""
+        if not self._away.get(label):
+            self._away.pop(label, None)
+
     def _wake(self, label: str) -> None:
         lived = process.send(self._held.pop(label), signal.SIGCONT)
-        self._away.discard(label)
+        self._back(label)
         self._say(f"continue {label}" if lived else f"{label} has ended meanwhile")
 
     # ---------------------------------------------------------------------------------------------------- moments
@@ -219,10 +226,12 @@ class Chaos:
             self._look()
 
     def _wait_for_peers(self) -> None:
-        """The launcher starts those that are still to come only while this is at work."""
+        """The launcher starts those that are still to come only while this is at work, and takes whoever it sees ended later for lost."""
         until_s = self._now() + PATIENCE_S
         while not self.over and self._now() < until_s:
-            if sum(peer.label not in self._away for peer in self.locals.peers) >= self._wanted:
+            labels = {peer.label for peer in self.locals.peers}
+            seen = not any(self._away.get(label) for label in labels)
+            if seen and len(labels - self._away.keys()) >= self._wanted:
                 return
             time.sleep(LOOK_S)
             self._look()
