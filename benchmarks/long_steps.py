@@ -34,11 +34,9 @@ def fleet(seed: int) -> tuple[Seats, Cluster]:
     rng = np.random.default_rng(seed)
     peers, stages = int(rng.integers(80, 300)), int(rng.choice([3, 4, 6, 8, 12, 16]))
     each = max(LEAST_EACH, min(int(rng.choice([10, 16, 24, 40])), HOPS // (peers * stages)))
-    alike, line_Bps, inflight = (
-        rng.random() < ALIKE,
-        float(rng.choice([4e6, 8e6, 16e6, 32e6])),
-        int(rng.choice([0, 3, 6, 12])),
-    )
+    alike = rng.random() < ALIKE
+    line_Bps = float(rng.choice([4e6, 8e6, 16e6, 32e6]))
+    inflight = int(rng.choice([0, 3, 6, 12]))
     slower = np.ones(peers) if alike else rng.uniform(1.0, 1.8, peers)
     wider = np.ones(peers) if alike else rng.uniform(0.6, 1.5, peers)
     stage_of = tuple(int(stage) for stage in rng.permutation(np.arange(peers) * stages // peers))

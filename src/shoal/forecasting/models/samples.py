@@ -19,7 +19,7 @@ from shoal.planner.prediction.detours import PlayWithDetours
 from shoal.planner.prediction.entries import PlayWithEntry
 from shoal.planner.prediction.play import Play
 from shoal.planner.prediction.seats import Seats, paced, thinned
-from shoal.planner.prediction.timed import LEAST_AT_STAGE, LONGEST, longest, most_machines, played
+from shoal.planner.prediction.timed import LONGEST, longest, most_machines, played
 
 # Machines of a sample: a larger fleet is thinned to so many. Of 480 machines at 31 stages 128 have 0.92 to 0.99 of the factor that all
 # have, 256 have 0.98: with four machines at a stage, rounded, fewer stages are about as thin as the thinnest
@@ -108,8 +108,7 @@ def planned(job: Job) -> tuple[Sample, Sample]:
 def thin(job: Job, composition: Composition) -> tuple[Composition, int]:
     """With so many machines at most, and as many microbatches for each of them."""
     of_each = job.microbatches / int((composition >= 0).sum())
-    shown = most_machines(job.seats, of_each)
-    kept = thinned(tuple(composition.tolist()), job.stages, min(LARGEST, max(LEAST_AT_STAGE * job.stages, shown)))
+    kept = thinned(tuple(composition.tolist()), job.stages, min(LARGEST, most_machines(job.seats, of_each)))
     whole = np.full_like(composition, -1)
     whole[kept] = composition[kept]
     return whole, max(1, round(of_each * len(kept)))

@@ -105,13 +105,12 @@ def shown_by(seats: Seats) -> list[int]:
     """The machines that play a step: a part of them where that shows what a window does, and all do not."""
     if seats.routes or seats.microbatches <= longest(seats):
         return seats.members
-    most = max(LEAST_AT_STAGE * seats.stages, most_machines(seats, seats.microbatches / len(seats.members)))
-    return thinned(seats.stage_of, seats.stages, most)
+    return thinned(seats.stage_of, seats.stages, most_machines(seats, seats.microbatches / len(seats.members)))
 
 
 def most_machines(seats: Seats, of_each: float) -> int:
-    """That play as many microbatches as are to be played of each, of so many `of_each`, at once."""
-    return int(MOST_PLAYED / min(of_each, each_shown(seats)))
+    """That play a step together: so many that each plays all of its `of_each` microbatches, or as many as show a window."""
+    return max(LEAST_AT_STAGE * seats.stages, int(MOST_PLAYED / min(of_each, each_shown(seats))))
 
 
 def longest(seats: Seats) -> int:
